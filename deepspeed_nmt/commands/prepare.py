@@ -1,0 +1,117 @@
+"""Make a data directory from aligned text files: clean, make the vocabulary, encode.
+
+Pairs are removed from the training text where a side is empty, not UTF-8, too long, or much longer than the
+other, and where they have been seen before; each removal is counted. Validation and test text is kept as it is,
+byte for byte. Without --segmented, the text is raw and a joint SentencePiece BPE vocabulary is made of it. With
+--segmented, the text is already segmented with `@@ ` marks and its tokens are the vocabulary. Give several files
+to an option to read them one after another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.data.clean import CleaningConfig
+    from deepspeed_nmt.data.directory import Meta
+
+HELP = "turn text files into a data directory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    for split, required in (("train", True), ("valid", True), ("test", False)):
+        for side in ("source", "target"):
+            parser.add_argument(
+                f"--{split}-{side}", nargs="+", type=Path, default=[], metavar="F", required=required,
+                help=f"{side} text for {split}, one sentence a line",
+            )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data directory to make")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of the vocabulary (default: 8000; with --segmented all)"
+    )
+    parser.add_argument(
+        "--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of another data or run directory"
+    )
+    parser.add_argument("--segmented", action="store_true", help="the text is already segmented, with '@@ ' marks")
+    parser.add_argument(
+        "--character-coverage", type=float, default=1.0, metavar="P",
+        help="share of characters that the vocabulary must hold; 0.9995 for Chinese or Japanese (default: 1.0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-length", type=int, default=250, metavar="N", help="longest sentence in tokens (default: 250)"
+    )
+    parser.add_argument(
+        "--max-ratio", type=float, default=3.0, metavar="R",
+        help="most tokens of the longer side per token of the shorter, above 10 tokens (default: 3)",
+    )  # fmt: skip
+    parser.add_argument("--keep-duplicates", action="store_true", help="keep pairs that occur more than once")
+    parser.add_argument(
+        "--remove-identical", action="store_true", help="remove pairs whose source and target are the same text"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="threads to encode with (default: all cores)")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="chooses the vocabulary's sample (default: 1)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a data directory that holds other data")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, and report what was removed and what is left."""
+    from pydantic import ValidationError
+
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.data.clean import CleaningConfig
+    from deepspeed_nmt.data.prepare import PrepareOptions, prepare
+    from deepspeed_nmt.errors import ConfigError
+
+    given = vars(arguments)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cleaning = {name: given[name] for name in CleaningConfig.model_fields if name in given}
+    names = PrepareOptions.model_fields.keys() - {"cleaning", "threads"}
+    threads = cores if arguments.threads is None else arguments.threads
+    settings = {name: given[name] for name in names} | {"cleaning": cleaning, "threads": threads}
+    try:
+        options = PrepareOptions.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(_problem(dict(problem)) for problem in error.errors()) from error
+    output(report(prepare(options), options.cleaning, options.out))
+    return 0
+
+
+def _problem(problem: dict[str, object]) -> str:
+    location = problem["loc"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not isinstance(location, tuple) or not location:
+        return message
+    name = [part for part in location if isinstance(part, str)][-1]
+    return f"--{name.replace('_', '-')}: {message[:1].lower()}{message[1:]}, but is {problem['input']}"
+
+
+def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
+    """A table for people: what was removed and why, and what the directory holds."""
+    from deepspeed_nmt.data.clean import Reason
+
+    train = meta.splits["train"]
+    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}"]
+    for reason in Reason:
+        if count := meta.removed[reason.value]:
+            label = f"  removed: {cleaning.describe(reason)}"
+            lines.append(f"{label:<62}{count:>14,}{count / meta.pairs_read:>8.2%}")
+    lines.append(f"{'training pairs kept':<62}{train.pairs:>14,}{train.pairs / meta.pairs_read:>8.2%}")
+    lines += ["", f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}"]
+    for split, stats in meta.splits.items():
+        for side, counted in (("source", stats.source), ("target", stats.target)):
+            lines.append(
+                f"{f'{split} {side}':<16}{stats.pairs:>12,}{counted.tokens:>16,}"
+                f"{counted.tokens / max(1, stats.pairs):>12.1f}{counted.longest:>10,}"
+                f"{counted.unknown / max(1, counted.tokens):>12.4%}"
+            )
+    kind = "words of segmented text" if meta.segmented else "SentencePiece"
+    if "vocab_from" in meta.options:
+        kind += ", given"
+    return "\n".join(
+        [*lines, "", f"vocabulary      {meta.vocabulary_size:,} tokens ({kind})", f"data directory  {out}"]
+    )

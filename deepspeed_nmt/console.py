@@ -1,0 +1,61 @@
+"""What the commands show: results on stdout, progress and remarks on stderr.
+
+On a terminal long work has a progress bar; in a batch job (stderr is not a terminal) it has plain lines, so that
+a log file stays readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+logger = logging.getLogger("deepspeed_nmt")
+
+PLAIN_LINE_EVERY_S = 10.0
+
+
+class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes log lines above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def setup_logging(rank: int = 0) -> None:
+    """Send this package's log to stderr; ranks other than 0 only say warnings."""
+    logger.handlers.clear()
+    handler = _TqdmHandler()
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+
+
+def output(text: str) -> None:
+    """Write a command's result to stdout."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
+    """Iterate over ``items`` and show how far it has come."""
+    if sys.stderr.isatty():
+        yield from tqdm(items, desc=description, unit=f" {unit}", total=total, dynamic_ncols=True, unit_scale=True)
+        return
+    start = last = time.monotonic()
+    count = 0
+    for count, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - last >= PLAIN_LINE_EVERY_S:
+            last = now
+            of = f" of {total:,}" if total else ""
+            logger.info("%s: %s%s %s, %.0f a second", description, f"{count:,}", of, unit, count / (now - start))
+    logger.info("%s: %s %s in %.1f s", description, f"{count:,}", unit, time.monotonic() - start)

@@ -1,0 +1,1 @@
+"""What a translation model, a batch and an objective are."""

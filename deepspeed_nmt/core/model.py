@@ -1,0 +1,79 @@
+"""What every translation model can do, whatever is inside it.
+
+Legend: B sentences, S source length, T target length, D model width, V vocabulary, R rows = B x beam.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.embedding import Projection
+
+TOP = "top"
+"""Name of the exit at the top of the decoder, which every model has."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The encoded source.
+
+    Attributes:
+        states_BSD: the encoder's states.
+        mask: bool (B,1,1,S), True where a position is not padding; None when none is.
+    """
+
+    states_BSD: Tensor
+    mask: Tensor | None
+
+    def select(self, sentences_B: Tensor) -> Memory:
+        """The memory of some of the sentences, in the given order."""
+        return Memory(
+            self.states_BSD.index_select(0, sentences_B),
+            None if self.mask is None else self.mask.index_select(0, sentences_B),
+        )
+
+
+class TranslationModel(nn.Module, ABC):
+    """An encoder, a decoder with one or more exits, and a projection to the vocabulary.
+
+    An *exit* is a place where decoder states can be read as predictions. Objectives sum over exits, a search decodes
+    from one.
+
+    Attributes:
+        projection: from decoder states to the vocabulary, shared by all exits.
+        vocab_size: V.
+        pad: the padding token.
+    """
+
+    projection: Projection
+    vocab_size: int
+    pad: int
+
+    @abstractmethod
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        """Encode sources. ``padded=False`` promises that no position is padding. Shape: (B,S) -> (B,S,D)"""
+
+    @abstractmethod
+    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
+        """Decoder states of whole sentences at each exit. Shape: (B,T) -> (B,T,D) each"""
+
+    @abstractmethod
+    def begin(self) -> DecoderCache:
+        """An empty cache for :meth:`step`."""
+
+    @abstractmethod
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        """Logits of the token after ``tokens_R``, the newest tokens of each hypothesis.
+
+        Rows of one sentence are adjacent and every sentence has equally many. Shape: (R,) -> (R,V)
+        """
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Decoder states at each exit, teacher-forced. Shape: -> (B,T,D) each"""
+        memory = self.encode(batch.source_BS, padded=batch.source_padded)
+        return self.decode(batch.target_input_BT, memory)

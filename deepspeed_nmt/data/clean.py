@@ -1,0 +1,215 @@
+"""Removing the pairs that hurt training, one pair at a time, and counting why each one went.
+
+Text is read as bytes and cut at ``\\n`` only: U+2028, U+0085 and their like are characters inside a line, and
+cutting there (as text files do elsewhere) would shift every later line against its translation.
+
+Cleaning has two stages, because lengths are counted in tokens and the vocabulary is made from clean text:
+:meth:`PairCleaner.texts` looks at the text, :meth:`PairCleaner.fits` at token counts. A pair that has several faults
+is counted under the first, in the order of :class:`Reason`, where what the text shows comes first.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from itertools import compress, islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from deepspeed_nmt.registry import Config
+
+T = TypeVar("T")
+
+# C0 and C1 controls but for those that are white space (tab, line feed, \v, \f, \r, U+0085), DEL, and the mark that
+# other programs leave where they could not decode.
+_BAD_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")
+_SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
+_DUPLICATE_CHUNK = 1 << 15
+
+
+class Reason(str, Enum):
+    """Why a pair was removed; the value is the key in ``meta.json``."""
+
+    UNDECODABLE = "undecodable"
+    BAD_CHARACTER = "bad_character"
+    EMPTY = "empty"
+    IDENTICAL = "identical"
+    TOO_LONG = "too_long"
+    DUPLICATE = "duplicate"
+    TOO_SHORT = "too_short"
+    RATIO = "ratio"
+
+
+class CleaningConfig(Config):
+    """Which pairs stay. Lengths are tokens of the vocabulary, without the end-of-sentence token."""
+
+    max_length: int = Field(default=250, ge=1)
+    """Longest sentence on either side (tokens)."""
+    min_length: int = Field(default=1, ge=1)
+    """Shortest sentence on either side (tokens)."""
+    max_ratio: float = Field(default=3.0, ge=1.0)
+    """Most tokens of the longer side per token of the shorter."""
+    ratio_from: int = Field(default=10, ge=1)
+    """The ratio counts only where the longer side has more tokens than this: "Ja." may well be "That's true."."""
+    keep_duplicates: bool = False
+    """Keep every copy of a pair that occurs more than once."""
+    remove_identical: bool = False
+    """Remove pairs whose two sides are the same text: harmless names and numbers in small amounts."""
+
+    def describe(self, reason: Reason) -> str:
+        """What a removal reason means under these settings, for the report."""
+        return {
+            Reason.UNDECODABLE: "not UTF-8",
+            Reason.BAD_CHARACTER: "control characters or U+FFFD",
+            Reason.EMPTY: "a side is empty",
+            Reason.IDENTICAL: "source and target are the same",
+            Reason.TOO_LONG: f"more than {self.max_length} tokens",
+            Reason.DUPLICATE: "the same pair again",
+            Reason.TOO_SHORT: f"fewer than {self.min_length} tokens",
+            Reason.RATIO: f"one side over {self.max_ratio:g} times as long (above {self.ratio_from} tokens)",
+        }[reason]
+
+
+def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
+    """The lines of several files, one after another, without line ends (``\\n`` or ``\\r\\n``) and without a BOM."""
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if number == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                yield line.rstrip(b"\r\n")
+
+
+def segmented_words(text: str) -> list[str]:
+    """The tokens of already segmented text: ASCII white space separates, a no-break space belongs to its token."""
+    return _SEGMENTED_WORD.findall(text)
+
+
+def normalise_whitespace(text: str, segmented: bool = False) -> str:
+    """``text`` with single spaces between words and none around; raw text may have any Unicode white space."""
+    return " ".join(segmented_words(text) if segmented else text.split())
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of ``size`` successive items; the last may be shorter."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+class PairCleaner:
+    """Filters pairs and counts what it removes. Memory: 8 bytes a pair, for recognising duplicates.
+
+    Args:
+        config: which pairs stay.
+        segmented: the text is already segmented, its tokens separated by ASCII spaces.
+
+    Attributes:
+        read: pairs seen so far.
+        removed: pairs removed so far, by reason.
+    """
+
+    def __init__(self, config: CleaningConfig, segmented: bool = False) -> None:
+        self.config = config
+        self.segmented = segmented
+        self.read = 0
+        self.removed: Counter[Reason] = Counter()
+        self._seen = _SeenHashes()
+
+    @property
+    def kept(self) -> int:
+        """Pairs that passed every check made so far."""
+        return self.read - self.removed.total()
+
+    def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
+        """The pairs whose text is sound, decoded and with white space normalised, in their order."""
+        sound = self._sound(lines)
+        if self.config.keep_duplicates:
+            yield from sound
+            return
+        for chunk in batched(sound, _DUPLICATE_CHUNK):
+            new = self._seen.add(np.fromiter(map(_pair_hash, chunk), np.uint64, len(chunk)))
+            self.removed[Reason.DUPLICATE] += len(chunk) - int(new.sum())
+            yield from compress(chunk, new)
+
+    def fits(self, source_lengths: Sequence[int], target_lengths: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """*Shape:* (N) for N pairs' lengths in tokens: which of them have allowed lengths; counts the others."""
+        lengths = np.array([source_lengths, target_lengths], dtype=np.int64).reshape(2, -1)
+        shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
+        config = self.config
+        keep = np.ones(len(longer), dtype=np.bool_)
+        for reason, faulty in (
+            (Reason.TOO_LONG, longer > config.max_length),
+            (Reason.TOO_SHORT, shorter < config.min_length),
+            (Reason.RATIO, (longer > config.ratio_from) & (longer > config.max_ratio * shorter)),
+        ):
+            self.removed[reason] += int((keep & faulty).sum())
+            keep &= ~faulty
+        return keep
+
+    def _sound(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
+        for source_line, target_line in lines:
+            self.read += 1
+            checked = self._check(source_line, target_line)
+            if isinstance(checked, Reason):
+                self.removed[checked] += 1
+            else:
+                yield checked
+
+    def _check(self, source_line: bytes, target_line: bytes) -> tuple[str, str] | Reason:
+        try:
+            source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
+        except UnicodeDecodeError:
+            return Reason.UNDECODABLE
+        if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
+            return Reason.BAD_CHARACTER
+        source = normalise_whitespace(source, self.segmented)
+        target = normalise_whitespace(target, self.segmented)
+        if not source or not target:
+            return Reason.EMPTY
+        if self.config.remove_identical and source == target:
+            return Reason.IDENTICAL
+        # A word has at least one token, so these need not wait for the vocabulary, nor spoil it.
+        if max(source.count(" "), target.count(" ")) >= self.config.max_length:
+            return Reason.TOO_LONG
+        return source, target
+
+
+def _pair_hash(pair: tuple[str, str]) -> int:
+    """64 bits: among 20 million pairs, the chance that any two different ones collide is about 1 in 100,000."""
+    return int.from_bytes(hashlib.blake2b("\n".join(pair).encode("utf-8"), digest_size=8).digest(), "little")
+
+
+class _SeenHashes:
+    """A set of 64-bit numbers in 8 bytes each, where a Python set takes about 80.
+
+    Sorted runs, each more than twice as long as the next: adding merges runs of like size, so every number is moved
+    only a logarithmic number of times.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[npt.NDArray[np.uint64]] = []
+
+    def add(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """*Shape:* (N) -> (N). Add all; true where a number is neither in the set nor earlier in ``hashes``."""
+        unique, first = np.unique(hashes, return_index=True)
+        fresh = np.ones(len(unique), dtype=np.bool_)
+        for run in self._runs:
+            position = np.minimum(np.searchsorted(run, unique), len(run) - 1)
+            fresh &= run[position] != unique
+        new = np.zeros(len(hashes), dtype=np.bool_)
+        new[first[fresh]] = True
+        added = unique[fresh]
+        if len(added):
+            while self._runs and len(self._runs[-1]) <= 2 * len(added):
+                added = np.sort(np.concatenate((self._runs.pop(), added)), kind="stable")
+            self._runs.append(added)
+        return new

@@ -1,0 +1,201 @@
+"""Token numbers of sentence pairs on disk, mapped into memory: opening is instant and processes share the pages.
+
+A split (``train``, ``valid``) has four raw little-endian files, two a side:
+``<split>.<side>.<uint16|int32>.bin``, all sentences' tokens one after another without begin and end tokens, and
+``<split>.<side>.offsets.bin``, int64, where each sentence begins, and as last number where the last one ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_nmt.data.tokenizer import UNK
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.registry import Config
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
+_OFFSET = np.dtype("<i8")
+
+
+class SideStats(Config):
+    """One side of a split, counted in tokens without begin and end."""
+
+    tokens: int
+    unknown: int
+    longest: int
+
+
+class SplitStats(Config):
+    """What a split holds."""
+
+    pairs: int
+    source: SideStats
+    target: SideStats
+
+
+class Corpus:
+    """Sentence pairs in the order of the text.
+
+    Args:
+        directory: where the files are.
+        split: ``train`` or ``valid``.
+
+    Raises:
+        DataError: if files are missing, or their sizes contradict one another.
+    """
+
+    def __init__(self, directory: Path, split: str) -> None:
+        self._source = _Side(directory, f"{split}.source")
+        self._target = _Side(directory, f"{split}.target")
+        if len(self._source) != len(self._target):
+            raise DataError(
+                f"{directory}: both sides of '{split}' must have as many sentences, but the source has "
+                f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
+            )
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def source(self, index: int) -> npt.NDArray[np.integer]:
+        """*Shape:* (S-1). The source tokens of one pair, without end token; a read-only view of the file."""
+        return self._source[index]
+
+    def target(self, index: int) -> npt.NDArray[np.integer]:
+        """*Shape:* (T-1). The target tokens of one pair, without end token; a read-only view of the file."""
+        return self._target[index]
+
+    @property
+    def source_lengths(self) -> npt.NDArray[np.int32]:
+        """*Shape:* (N). Source lengths in tokens, counting the end token that a batch adds."""
+        return self._source.lengths
+
+    @property
+    def target_lengths(self) -> npt.NDArray[np.int32]:
+        """*Shape:* (N). Target lengths in tokens, counting the end token that a batch adds."""
+        return self._target.lengths
+
+
+class _Side:
+    """One side of a split, read."""
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        offsets_path = directory / f"{stem}.offsets.bin"
+        tokens_path = next(
+            (path for name in _DTYPES if (path := directory / f"{stem}.{name}.bin").is_file()),
+            directory / f"{stem}.uint16.bin",
+        )
+        for path in (offsets_path, tokens_path):
+            if not path.is_file():
+                raise DataError(f"{path} must exist, but does not; run `prepare` again")
+        self._offsets = _map(offsets_path, _OFFSET)
+        self._tokens = _map(tokens_path, _DTYPES[tokens_path.name.split(".")[-2]])
+        expected = int(self._offsets[-1]) if len(self._offsets) else -1
+        if len(self._tokens) != expected:
+            raise DataError(
+                f"{tokens_path} must hold the {max(expected, 0)} tokens that {offsets_path.name} tells of, but holds "
+                f"{len(self._tokens)}; it was damaged: run `prepare` again"
+            )
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.integer]:
+        if not 0 <= index < len(self):  # a negative index would silently give an empty sentence
+            raise IndexError(f"sentence {index} of {len(self)}")
+        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        lengths = np.diff(self._offsets)
+        lengths += 1
+        return lengths.astype(np.int32)
+
+
+def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path} must be a whole number of {dtype.itemsize}-byte numbers, but has {size} bytes; it was damaged: "
+            "run `prepare` again"
+        )
+    if size == 0:  # which cannot be mapped
+        return np.empty(0, dtype)
+    # As a plain array, slices take a third of a memmap's time.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+class CorpusWriter:
+    """Appends pairs to a new split; use it in a ``with`` statement. Memory: that of one call's pairs.
+
+    Args:
+        directory: where the files go.
+        split: ``train`` or ``valid``.
+        vocab_size: tokens of the vocabulary: under 65,536 a token takes two bytes, otherwise four.
+    """
+
+    def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
+        dtype = "uint16" if vocab_size < 1 << 16 else "int32"
+        self._source = _SideWriter(directory, f"{split}.source", dtype)
+        self._target = _SideWriter(directory, f"{split}.target", dtype)
+
+    def append(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
+        """Add pairs of token numbers, without begin and end tokens."""
+        assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
+        self._source.append(sources)
+        self._target.append(targets)
+
+    @property
+    def stats(self) -> SplitStats:
+        """What was written so far."""
+        return SplitStats(pairs=self._source.count, source=self._source.stats, target=self._target.stats)
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source.close()
+        self._target.close()
+
+
+class _SideWriter:
+    """One side of a split, written."""
+
+    def __init__(self, directory: Path, stem: str, dtype: str) -> None:
+        self._dtype = _DTYPES[dtype]
+        self._tokens = (directory / f"{stem}.{dtype}.bin").open("wb")
+        self._offsets = (directory / f"{stem}.offsets.bin").open("wb")
+        self._offsets.write(np.zeros(1, _OFFSET).tobytes())
+        self.count = self._end = self._unknown = self._longest = 0
+
+    def append(self, sentences: Sequence[Sequence[int]]) -> None:
+        if not sentences:
+            return
+        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        tokens = np.fromiter(chain.from_iterable(sentences), self._dtype, int(lengths.sum()))
+        self._tokens.write(tokens.tobytes())
+        self._offsets.write((self._end + np.cumsum(lengths)).astype(_OFFSET).tobytes())
+        self.count += len(sentences)
+        self._end += len(tokens)
+        self._unknown += int((tokens == UNK).sum())
+        self._longest = max(self._longest, int(lengths.max()))
+
+    @property
+    def stats(self) -> SideStats:
+        return SideStats(tokens=self._end, unknown=self._unknown, longest=self._longest)
+
+    def close(self) -> None:
+        for file in (self._tokens, self._offsets):
+            with file:
+                file.flush()
+                os.fsync(file.fileno())

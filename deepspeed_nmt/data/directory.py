@@ -1,0 +1,158 @@
+"""What `prepare` leaves behind: corpus, vocabulary and raw text, and ``meta.json``, which vouches for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import sha256_of
+from deepspeed_nmt.registry import Config
+
+META_FILE = "meta.json"
+FORMAT: Literal[1] = 1
+
+
+class FileRecord(Config):
+    """A file of the directory."""
+
+    bytes: int
+    sha256: str
+
+
+class InputRecord(Config):
+    """A file that the directory was made from."""
+
+    path: str
+    bytes: int
+    lines: int
+    sha256: str
+
+
+class Meta(Config):
+    """The content of ``meta.json``.
+
+    Attributes:
+        format: changes when older directories can no longer be read.
+        version: of the program that made the directory.
+        options: what decides the content, besides the inputs; equal options and inputs give equal data.
+        inputs: the files read, by ``<split>.<side>``, in order.
+        segmented: the text is already segmented in the ``@@ `` style.
+        vocabulary_size: tokens, the four special ones among them.
+        pairs_read: training pairs before cleaning.
+        removed: training pairs removed, by :class:`~deepspeed_nmt.data.clean.Reason`; every reason is listed.
+        splits: what ``train`` and ``valid`` hold; valid is not cleaned.
+        files: every file of the directory but ``meta.json``.
+    """
+
+    format: Literal[1]
+    version: str
+    options: dict[str, Any]
+    inputs: dict[str, tuple[InputRecord, ...]]
+    segmented: bool
+    vocabulary_size: int
+    pairs_read: int
+    removed: dict[str, int]
+    splits: dict[str, SplitStats]
+    files: dict[str, FileRecord]
+
+
+class DataDirectory:
+    """A directory that `prepare` has made; get one with :meth:`open`."""
+
+    def __init__(self, path: Path, meta: Meta) -> None:
+        self.path = path
+        self.meta = meta
+
+    @classmethod
+    def open(cls, path: Path) -> DataDirectory:
+        """Read ``meta.json`` and check that all its files are there with the right sizes. Does not read the files.
+
+        Raises:
+            DataError: if the directory is missing, incomplete, or was changed.
+        """
+        meta_path = path / META_FILE
+        if not meta_path.is_file():
+            what = f"has no {META_FILE}" if path.is_dir() else "does not exist"
+            raise DataError(f"{path} must be a directory made by `prepare`, but {what}; run `prepare --out {path}`")
+        try:
+            meta = Meta.model_validate_json(meta_path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise DataError(
+                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
+                f"{error.error_count()} such); run `prepare` again with --overwrite"
+            ) from error
+        directory = cls(path, meta)
+        directory._check(directory._size_problem)
+        return directory
+
+    @property
+    def fingerprint(self) -> str:
+        """One SHA-256 (hexadecimal) of vocabulary and corpus: equal fingerprints train equal models."""
+        digest = hashlib.sha256()
+        for name, record in sorted(self.meta.files.items()):
+            if name.endswith(".bin") or name in (MODEL_FILE, INFO_FILE):
+                digest.update(f"{name} {record.sha256}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def has_test(self) -> bool:
+        """Whether raw test text was given to `prepare`."""
+        return "test.source" in self.meta.files
+
+    def tokenizer(self) -> Tokenizer:
+        """The vocabulary."""
+        return Tokenizer.from_directory(self.path)
+
+    def corpus(self, split: str) -> Corpus:
+        """The token numbers of ``train`` or ``valid``."""
+        return Corpus(self.path, split)
+
+    def text(self, split: str, side: str) -> Path:
+        """The raw text, untouched, of ``valid`` or ``test`` and its ``source`` or ``target``.
+
+        Raises:
+            DataError: if `prepare` was given no such text.
+        """
+        name = f"{split}.{side}"
+        if name not in self.meta.files:
+            raise DataError(
+                f"{self.path} must hold the text {name}, but does not; give it to `prepare` (--{split}-{side})"
+            )
+        return self.path / name
+
+    def verify_hashes(self) -> None:
+        """Read every file and compare its SHA-256 with ``meta.json``: seconds per gigabyte.
+
+        Raises:
+            DataError: naming each file that is missing or was changed.
+        """
+        self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record))
+
+    def _check(self, problem_of: Callable[[str, FileRecord], str | None]) -> None:
+        problems = [
+            problem for name, record in sorted(self.meta.files.items()) if (problem := problem_of(name, record))
+        ]
+        if problems:
+            raise DataError(
+                f"{self.path} must be as `prepare` left it, but {'; '.join(problems)}. "
+                "Restore it, or run `prepare` again with --overwrite"
+            )
+
+    def _size_problem(self, name: str, record: FileRecord) -> str | None:
+        path = self.path / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        return None if size == record.bytes else f"{name} has {size} bytes instead of {record.bytes}"
+
+    def _hash_problem(self, name: str, record: FileRecord) -> str | None:
+        return None if sha256_of(self.path / name) == record.sha256 else f"the content of {name} has changed"

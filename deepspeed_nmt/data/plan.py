@@ -1,0 +1,207 @@
+"""Which sentences make which update, and how an update is cut into micro-batches. All batch arithmetic is here.
+
+The plan of an epoch is a pure function of (lengths, seed, epoch, update_tokens). It knows nothing of GPUs, so a run
+resumed on other hardware makes the same updates. Cutting an update is where ranks and memory come in.
+
+1. The corpus is shuffled and taken in windows.
+2. Within a window, sentences are sorted by length and cut into *grains* of about ``grain_tokens`` target tokens.
+3. The window's grains are shuffled, and each update takes the next few. An update is so a mixture of lengths, unless
+   it is only one or two grains wide: then it is nearly homogeneous.
+4. An update is sorted by length and cut into ranks x n micro-batches of like padded size, with the smallest n that
+   keeps every one within ``micro_tokens`` and padding within ``max_padding``.
+
+``micro_tokens`` counts rows x max(longest source, longest target).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config
+
+Lengths = NDArray[np.int32]
+Indices = NDArray[np.int64]
+
+_SHUFFLE, _GRAINS = 1, 2  # what a random choice is for
+_WINDOW_UPDATES = 256
+"""Updates in a window: enough that sentences of nearly equal length in both languages meet."""
+
+
+class BatchConfig(Config):
+    """How much text an update and a GPU take."""
+
+    update_tokens: int = Field(
+        default=32768, ge=1, description="target tokens in one update, over all GPUs (the papers' 8 x 4096)"
+    )
+    micro_tokens: int = Field(
+        default=4096, ge=1, description="padded tokens a GPU holds at once: rows x the longer of the two sides"
+    )
+    max_padding: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="share of padding above which an update is cut finer"
+    )
+
+
+def grain_tokens(update_tokens: int) -> int:
+    """Target tokens of one grain: an eighth of an update, but 512 to 2048, and never more than an update."""
+    return min(update_tokens, max(512, min(2048, update_tokens // 8)))
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The updates of one epoch.
+
+    Attributes:
+        order: sentence indices, shape (sentences,).
+        bounds: update u is ``order[bounds[u] : bounds[u + 1]]``, shape (updates + 1,).
+    """
+
+    order: Indices
+    bounds: Indices
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, update: int) -> Indices:
+        return self.order[self.bounds[update] : self.bounds[update + 1]]
+
+
+def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> EpochPlan:
+    """Plan an epoch over sentences of the given lengths (end-of-sentence tokens included).
+
+    Every sentence is in exactly one update.
+    """
+    shuffled = randomness.permutation(len(target), seed, _SHUFFLE, epoch)
+    grain = grain_tokens(update_tokens)
+    window_of = (np.cumsum(target[shuffled], dtype=np.int64) - 1) // (_WINDOW_UPDATES * update_tokens)
+    cuts = np.flatnonzero(np.diff(window_of)) + 1
+    pieces: list[Indices] = []
+    sizes: list[Indices] = []
+    for number, window in enumerate(np.split(shuffled, cuts)):
+        window = window[by_length(source[window], target[window])]
+        grain_of = (np.cumsum(target[window], dtype=np.int64) - 1) // grain
+        _, starts, counts = np.unique(grain_of, return_index=True, return_counts=True)
+        drawn = randomness.permutation(len(starts), seed, _GRAINS, epoch, number)
+        pieces.extend(window[starts[g] : starts[g] + counts[g]] for g in drawn)
+        sizes.append(counts[drawn])
+    ends = np.cumsum(np.concatenate(sizes))
+    grains_per_update = max(1, update_tokens // grain)
+    inner = ends[grains_per_update - 1 : -1 : grains_per_update]
+    bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
+    return EpochPlan(np.concatenate(pieces), bounds)
+
+
+def by_length(source: Lengths, target: Lengths) -> Indices:
+    """Order sentences by target length; among equals by source length, alternately up and down.
+
+    Turning round at each target length keeps neighbours alike in *both* lengths.
+    """
+    return np.lexsort((np.where(target % 2 == 0, source, -source), target))
+
+
+def cut_update(
+    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+) -> list[list[Indices]]:
+    """Cut an update's sentences into micro-batches: per rank, a list of index arrays, equally many for every rank.
+
+    Arrays may be empty where there is nothing left to do.
+
+    Raises:
+        ConfigError: if a sentence alone is larger than ``micro_tokens``.
+    """
+    indices = indices[by_length(source[indices], target[indices])]
+    s, t = source[indices].astype(np.int64), target[indices].astype(np.int64)
+    longest = int(max(s.max(), t.max()))
+    if longest > config.micro_tokens:
+        raise ConfigError(
+            f"batch.micro_tokens must be at least the longest sentence, which has {longest} tokens, but is "
+            f"{config.micro_tokens}; raise it, or prepare the data with --max-length {config.micro_tokens - 1}"
+        )
+    count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.micro_tokens)))
+    while True:
+        bounds = _balanced_cut(s, t, ranks * count)
+        if _padded(s, t, bounds).max() <= config.micro_tokens and (
+            _padding(s, t, bounds) <= config.max_padding or ranks * count >= len(indices)
+        ):
+            break
+        count += max(1, count // 8)
+    groups = np.split(indices, bounds[1:-1])
+    empty = indices[:0]
+    groups.extend([empty] * (ranks * count - len(groups)))
+    # Neighbours in length go to different ranks, so that ranks have like work at the same time.
+    return [groups[rank::ranks] for rank in range(ranks)]
+
+
+def _balanced_cut(s: Indices, t: Indices, groups: int) -> Indices:
+    """Bounds of at most ``groups`` contiguous groups whose largest padded size is (nearly) as small as possible."""
+    low, high = int(np.maximum(s, t).max()), int(max(s.max(), t.max())) * len(s)
+    best = np.array([0, len(s)], dtype=np.int64) if groups == 1 else None
+    while low < high:
+        middle = (low + high) // 2
+        bounds = _greedy_cut(s, t, middle, groups)
+        if bounds is None:
+            low = middle + 1
+        else:
+            high, best = middle, bounds
+            if high - low < high // 64:
+                break
+    if best is None:
+        best = _greedy_cut(s, t, high, groups)
+        assert best is not None
+    return best
+
+
+def _greedy_cut(s: Indices, t: Indices, budget: int, groups: int) -> Indices | None:
+    """Fill groups up to ``budget`` padded tokens, one after the other; None if more than ``groups`` are needed."""
+    bounds = [0]
+    while bounds[-1] < len(s):
+        if len(bounds) > groups:
+            return None
+        start = bounds[-1]
+        # No group is longer than if it held only sentences as short as its first (t is sorted).
+        stop = min(len(s), start + budget // int(t[start]) + 1)
+        longest = np.maximum.accumulate(np.maximum(s[start:stop], t[start:stop]))
+        sizes = longest * np.arange(1, stop - start + 1)
+        bounds.append(start + max(1, int(np.searchsorted(sizes, budget, side="right"))))
+    return np.array(bounds, dtype=np.int64)
+
+
+def _padded(s: Indices, t: Indices, bounds: Indices) -> Indices:
+    """rows x max(longest source, longest target) of each group."""
+    longest = np.maximum(np.maximum.reduceat(s, bounds[:-1]), np.maximum.reduceat(t, bounds[:-1]))
+    return longest * np.diff(bounds)
+
+
+def _padding(s: Indices, t: Indices, bounds: Indices) -> float:
+    """Share of positions, source and target together, that hold padding."""
+    widths = np.maximum.reduceat(s, bounds[:-1]) + np.maximum.reduceat(t, bounds[:-1])
+    return 1.0 - float(s.sum() + t.sum()) / float((widths * np.diff(bounds)).sum())
+
+
+def check_lengths(source: Lengths, target: Lengths, config: BatchConfig) -> None:
+    """Refuse a corpus with a sentence larger than a micro-batch, before training rather than in the middle of it.
+
+    Raises:
+        ConfigError: naming the longest sentence.
+    """
+    longest = np.maximum(source, target)
+    if len(longest) and int(longest.max()) > config.micro_tokens:
+        worst = int(longest.argmax())
+        raise ConfigError(
+            f"batch.micro_tokens must be at least the longest training sentence, pair {worst + 1} with "
+            f"{int(longest.max())} tokens, but is {config.micro_tokens}; raise it, or prepare the data with "
+            f"--max-length {config.micro_tokens - 1}"
+        )
+
+
+def shares(count: int, ranks: int) -> Sequence[range]:
+    """Contiguous shares of 0..count-1, one per rank, of as equal a size as possible."""
+    bounds = [count * rank // ranks for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,366 @@
+"""From text files to a data directory: check, clean, make the vocabulary, encode, vouch for the result.
+
+The text is read three times (checking, cleaning, encoding) and never held: memory is what the vocabulary's sample
+takes, plus 8 bytes a pair. Everything happens in a hidden directory beside the result, which is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.console import logger, progress
+from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
+from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
+from deepspeed_nmt.data.directory import FORMAT, META_FILE, DataDirectory, FileRecord, InputRecord, Meta
+from deepspeed_nmt.data.tokenizer import Tokenizer, train_bpe, train_words
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.registry import Config
+
+DEFAULT_VOCAB_SIZE = 8000
+SAMPLE_PAIRS = 1_000_000
+"""Pairs that a BPE vocabulary is made of when there are more: two million lines."""
+_BATCH_PAIRS = 10_000
+_BLOCK_BYTES = 1 << 20
+Paths = tuple[Path, ...]
+
+
+class PrepareOptions(Config):
+    """What to prepare. Several files of one kind are read one after another, each aligned with its other side's."""
+
+    train_source: Paths = Field(min_length=1)
+    train_target: Paths = Field(min_length=1)
+    valid_source: Paths = Field(min_length=1)
+    valid_target: Paths = Field(min_length=1)
+    test_source: Paths = ()
+    test_target: Paths = ()
+    out: Path
+    vocab_size: int | None = Field(default=None, gt=4)
+    """Tokens; None means 8000, and for segmented text all its tokens."""
+    vocab_from: Path | None = None
+    """A directory whose vocabulary is taken instead of making one."""
+    segmented: bool = False
+    """The text is already segmented in the ``@@ `` style: its tokens are taken as they are."""
+    character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
+    """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
+    cleaning: CleaningConfig = CleaningConfig()
+    seed: int = 1
+    """Chooses the sample that the vocabulary is made of."""
+    threads: int = Field(default=1, ge=1)
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _sides_match(self) -> PrepareOptions:
+        for split in ("train", "valid", "test"):
+            source, target = self.paths(split)
+            if len(source) != len(target):
+                raise ValueError(
+                    f"{split} must have as many source as target files, but has {len(source)} and {len(target)}"
+                )
+        return self
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits there is text for."""
+        return ("train", "valid", "test") if self.test_source else ("train", "valid")
+
+    def paths(self, split: str) -> tuple[Paths, Paths]:
+        """The source and the target files of a split."""
+        return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
+
+    def recorded(self, vocabulary: Tokenizer | None) -> dict[str, Any]:
+        """What decides the result, besides the content of the text; ``vocabulary`` is the one given, if any."""
+        options = self.model_dump(mode="json", include={"segmented", "cleaning"})
+        if vocabulary is not None:
+            return {**options, "vocab_from": hashlib.sha256(vocabulary.model).hexdigest()}
+        size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
+        return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
+
+
+def prepare(options: PrepareOptions) -> Meta:
+    """Make a data directory, or find that it is there already. A failed run leaves nothing behind.
+
+    Returns:
+        what the directory holds.
+
+    Raises:
+        DataError: for files that are missing or not aligned, no pairs left after cleaning, a vocabulary that the text
+            does not support or that does not fit the options, another directory in the way, or a full disk.
+    """
+    out = options.out.resolve()  # renaming onto a link would replace the link
+    _check_replaceable(out, options.overwrite)
+    inputs = _inspect_inputs(options)
+    given = _given_vocabulary(options)
+    recorded = options.recorded(given)
+    if (out / META_FILE).exists() and not options.overwrite:
+        return _same_or_refuse(out, recorded, inputs)
+    staging = out.with_name(f".{out.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        staging.mkdir(parents=True)
+        meta = _fill(staging, options, given, recorded, inputs)
+        _rename(staging, out)
+    except OSError as error:
+        raise DataError(
+            f"{out} could not be written ({error}) and nothing was left of it; mend that (is the disk full?), or "
+            "choose another --out"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return meta
+
+
+def _fill(
+    staging: Path,
+    options: PrepareOptions,
+    given: Tokenizer | None,
+    recorded: dict[str, Any],
+    inputs: dict[str, tuple[InputRecord, ...]],
+) -> Meta:
+    cleaner = PairCleaner(options.cleaning, options.segmented)
+    clean_source, clean_target = staging / "clean.source", staging / "clean.target"
+    pairs = sum(record.lines for record in inputs["train.source"])
+    lines = progress(_pairs(*options.paths("train")), "cleaning", "pairs", total=pairs)
+    with clean_source.open("wb") as source_file, clean_target.open("wb") as target_file:
+        for source, target in cleaner.texts(lines):
+            source_file.write(source.encode() + b"\n")
+            target_file.write(target.encode() + b"\n")
+    if cleaner.read != pairs:
+        raise DataError(
+            f"the training text must not change while it is read, but {pairs} lines became {cleaner.read}"
+        )
+    _check_some_left(cleaner)
+
+    tokenizer = given or _train_vocabulary(options, (clean_source, clean_target), cleaner.kept)
+    tokenizer.save(staging)
+
+    lines = progress(_pairs((clean_source,), (clean_target,)), "encoding", "pairs", total=cleaner.kept)
+    texts = ((source.decode(), target.decode()) for source, target in lines)
+    splits = {"train": _encode(texts, tokenizer, staging, "train", options.threads, cleaner)}
+    _check_some_left(cleaner)
+    clean_source.unlink()
+    clean_target.unlink()
+
+    # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
+    valid = (
+        (_lenient(source, options.segmented), _lenient(target, options.segmented))
+        for source, target in _pairs(*options.paths("valid"))
+    )
+    splits["valid"] = _encode(valid, tokenizer, staging, "valid", options.threads)
+    for split in options.splits[1:]:
+        for side, paths in zip(("source", "target"), options.paths(split), strict=True):
+            _copy(paths, staging / f"{split}.{side}")
+
+    files = {
+        path.name: FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path)) for path in sorted(staging.iterdir())
+    }
+    meta = Meta(
+        format=FORMAT,
+        version=__version__,
+        options=recorded,
+        inputs=inputs,
+        segmented=tokenizer.segmented,
+        vocabulary_size=tokenizer.size,
+        pairs_read=cleaner.read,
+        removed={reason.value: cleaner.removed[reason] for reason in Reason},
+        splits=splits,
+        files=files,
+    )
+    atomic_write_text(staging / META_FILE, meta.model_dump_json(indent=2) + "\n")
+    return meta
+
+
+def _pairs(sources: Sequence[Path], targets: Sequence[Path]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(read_lines(sources), read_lines(targets), strict=False)  # _inspect_inputs found them to be aligned
+
+
+def _lenient(line: bytes, segmented: bool) -> str:
+    return normalise_whitespace(line.decode("utf-8", errors="replace"), segmented)
+
+
+def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
+    if options.segmented:
+        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=2 * pairs))
+        return train_words(lines, options.vocab_size)
+    chosen = np.ones(pairs, dtype=np.bool_)
+    if pairs > SAMPLE_PAIRS:
+        chosen[:] = False
+        chosen[np.random.default_rng(options.seed).choice(pairs, SAMPLE_PAIRS, replace=False, shuffle=False)] = True
+    size = options.vocab_size or DEFAULT_VOCAB_SIZE
+    logger.info("vocabulary: making %s tokens from %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
+    lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
+    return train_bpe(lines, size, options.character_coverage)
+
+
+def _encode(
+    pairs: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    directory: Path,
+    split: str,
+    threads: int,
+    cleaner: PairCleaner | None = None,
+) -> SplitStats:
+    with CorpusWriter(directory, split, tokenizer.size) as writer:
+        for batch in batched(pairs, _BATCH_PAIRS):
+            sources = tokenizer.encode_batch([source for source, _ in batch], threads)
+            targets = tokenizer.encode_batch([target for _, target in batch], threads)
+            if cleaner is not None:
+                keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
+                sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
+            writer.append(sources, targets)
+        return writer.stats
+
+
+def _copy(paths: Sequence[Path], destination: Path) -> None:
+    """One file stays as it is, byte for byte; of several, those that lack their last line end get one."""
+    with destination.open("wb") as file:
+        for number, path in enumerate(paths):
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, file)
+                if number < len(paths) - 1 and part.tell():
+                    part.seek(-1, os.SEEK_END)
+                    if part.read(1) != b"\n":
+                        file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_some_left(cleaner: PairCleaner) -> None:
+    if cleaner.kept == 0:
+        reasons = "; ".join(
+            f"{cleaner.removed[reason]}: {cleaner.config.describe(reason)}"
+            for reason in Reason
+            if cleaner.removed[reason]
+        )
+        raise DataError(
+            f"some training pairs must be left after cleaning, but all {cleaner.read} were removed "
+            f"({reasons or 'the files are empty'}); check that the files are the right ones, or loosen the cleaning"
+        )
+
+
+def _inspect_inputs(options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
+    """Hash and count all input files, and see that they are there and aligned; reports all problems at once."""
+    sides = {
+        f"{split}.{side}": paths
+        for split in options.splits
+        for side, paths in zip(("source", "target"), options.paths(split), strict=True)
+    }
+    missing = [path for paths in sides.values() for path in paths if not path.is_file()]
+    if missing:
+        raise DataError(
+            "every input must be an existing text file, but "
+            + "; ".join(f"{path} {'is not a file' if path.exists() else 'does not exist'}" for path in missing)
+            + "; check the paths"
+        )
+    work = [(name, path) for name, paths in sides.items() for path in paths]
+    records: dict[str, list[InputRecord]] = {name: [] for name in sides}
+    for name, path in progress(work, "checking", "files", total=len(work)):
+        records[name].append(_inspect(path))
+    unaligned = [
+        f"{source.path} has {source.lines} lines and {target.path} has {target.lines}"
+        for split in options.splits
+        for source, target in zip(records[f"{split}.source"], records[f"{split}.target"], strict=True)
+        if source.lines != target.lines
+    ]
+    if unaligned:
+        raise DataError(
+            f"source and target must have as many lines, but {'; '.join(unaligned)}; find where one lost or "
+            "gained lines (only \\n ends a line here)"
+        )
+    return {name: tuple(found) for name, found in records.items()}
+
+
+def _inspect(path: Path) -> InputRecord:
+    digest = hashlib.sha256()
+    size = lines = 0
+    last = b"\n"
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                size += len(block)
+                lines += block.count(b"\n")
+                last = block[-1:]
+    except OSError as error:
+        raise DataError(f"{path} must be readable, but is not ({error.strerror or error})") from error
+    return InputRecord(path=str(path), bytes=size, lines=lines + (last != b"\n"), sha256=digest.hexdigest())
+
+
+def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
+    if options.vocab_from is None:
+        return None
+    tokenizer = Tokenizer.from_directory(options.vocab_from)
+    if tokenizer.segmented != options.segmented:
+        wanted, actual = ("segmented", "raw") if options.segmented else ("raw", "segmented")
+        raise DataError(
+            f"the vocabulary of {options.vocab_from} must be for {wanted} text, but is for {actual} text; take "
+            f"another, or {'leave out' if options.segmented else 'add'} --segmented and give {actual} text"
+        )
+    if options.vocab_size not in (None, tokenizer.size):
+        raise DataError(
+            f"--vocab-size must be that of the vocabulary given, {tokenizer.size}, but is {options.vocab_size}; "
+            "leave it out"
+        )
+    return tokenizer
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    """Nothing but a data directory is ever replaced: `--out ~ --overwrite` must not cost a home."""
+    if not out.exists() or ((out / META_FILE).is_file() and not overwrite):
+        return
+    if not out.is_dir():
+        raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
+    try:
+        ours = {META_FILE, *json.loads((out / META_FILE).read_bytes())["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = set()
+    others = sorted({path.name for path in out.iterdir()} - ours)
+    if others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise DataError(
+            f"--out must be a new directory or hold only what `prepare` made, but {out} has {shown}; move that away, "
+            "or choose another --out"
+        )
+
+
+def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple[InputRecord, ...]]) -> Meta:
+    meta = DataDirectory.open(out).meta
+    differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
+    for name in sorted({*inputs, *meta.inputs}):
+        new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
+        if new != old:
+            differing.append(f"{name} text")
+    if differing:
+        raise DataError(
+            f"{out} holds data made otherwise ({', '.join(differing)} differ), and is not replaced by accident; "
+            "give --overwrite to replace it, or another --out"
+        )
+    logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
+    return meta
+
+
+def _rename(staging: Path, out: Path) -> None:
+    """Put the finished directory in its place; what was there goes only when the new one stands."""
+    old = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
+    sync_directory(staging)
+    if out.exists():
+        out.rename(old)
+    try:
+        staging.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
+    sync_directory(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,190 @@
+"""What an engine promises, and what all engines share.
+
+An engine carries out updates: it runs :class:`TrainModule` once per micro-batch, adds up gradients, communicates,
+clips and steps. Whatever it is, an update minimises
+
+    (sum of the losses of all micro-batches on all ranks) / (target tokens of the update)
+
+and its gradient norm is the norm of that quotient's gradient.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config
+
+Precision = Literal["fp32", "bf16", "fp16"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's running means of the gradient and of its square, by torch's names."""
+
+_DROPOUT = 3  # what a random choice is for
+
+
+class EngineConfig(Config):
+    """How updates are carried out."""
+
+    name: Literal["auto", "plain", "deepspeed"] = Field(
+        default="auto", description="plain torch, or DeepSpeed; auto takes DeepSpeed when there are several ranks"
+    )
+    ds_config: str = Field(
+        default="zero2", description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="auto: bf16 where the GPU has it, fp16 on older ones, fp32 on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
+    deterministic: bool = Field(default=False, description="bitwise repeatable on a GPU too, at some cost in speed")
+    timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What came of an update.
+
+    Attributes:
+        sums: this rank's sums of "loss", "nll" and the objective's terms (fp32 scalars, still on the device).
+        grad_norm: before clipping; infinite or NaN if ``skipped``.
+        skipped: the gradient was not finite, so the weights were left as they are.
+        loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
+    """
+
+    sums: dict[str, Tensor]
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """A parameter and its optimizer state, whole and in fp32 (on the CPU), whatever the layout."""
+
+    name: str
+    weight: Tensor
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineScalars:
+    """The part of an engine's state that is not tensors.
+
+    Attributes:
+        optimizer_step: steps that Adam has taken (skipped ones not counted).
+        loss_scale: current factor on the loss.
+        good_updates: updates since the loss scale last changed.
+    """
+
+    optimizer_step: int = 0
+    loss_scale: float = 1.0
+    good_updates: int = 0
+
+
+class MomentSource(Protocol):
+    """Where an engine reads Adam's moments from when a run is resumed."""
+
+    def moment(self, name: str, which: str) -> Tensor:
+        """Moment ``which`` (see MOMENTS) of the parameter ``name``: whole, fp32, on the CPU."""
+
+
+class Engine(ABC):
+    """Carries out updates and gives out the state of the model, independent of its layout.
+
+    Weights are loaded into ``module`` before an engine is made; Adam's state afterwards by :meth:`restore`.
+
+    Attributes:
+        module: model and objective.
+        device: where micro-batches must be.
+    """
+
+    module: TrainModule
+    device: torch.device
+
+    @abstractmethod
+    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
+        """Take one step. Every rank passes equally many micro-batches, and the token count of the whole update."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[ParameterState]:
+        """Each parameter's weight without moments. All ranks must iterate together."""
+
+    @abstractmethod
+    def state(self) -> Iterator[ParameterState]:
+        """Each parameter's weight and moments. All ranks must iterate together."""
+
+    @abstractmethod
+    def scalars(self) -> EngineScalars:
+        """The rest of the state."""
+
+    @abstractmethod
+    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+        """Go on from a saved state, whose weights are in the model already."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        return None
+
+
+def seed_dropout(batch: Batch, rank: int) -> None:
+    """Make this micro-batch's dropout masks a function of (seed, update, micro-batch, rank), resumed or not."""
+    torch.manual_seed(randomness.key(batch.seed, _DROPOUT, batch.update, batch.micro, rank) >> 1)
+
+
+def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Add scalars to running sums of the same names, on the device."""
+    for name, value in new.items():
+        total[name] = total[name] + value.detach() if name in total else value.detach()
+
+
+class LossScale:
+    """fp16's factor on the loss: halved when a gradient overflows, doubled after ``window`` updates without.
+
+    Args:
+        initial: 1.0 with ``window`` 0 means no scaling.
+        window: updates without overflow after which the scale doubles; 0 keeps it.
+    """
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.value = initial
+        self.good_updates = 0
+        self._window = window
+
+    def record(self, overflow: bool) -> None:
+        """Note how an update went, for the next one's scale."""
+        if self._window == 0:
+            return
+        if overflow:
+            self.value = max(1.0, self.value / 2.0)
+            self.good_updates = 0
+            return
+        self.good_updates += 1
+        if self.good_updates >= self._window:
+            self.value *= 2.0
+            self.good_updates = 0
+
+
+def choose_precision(wanted: str, device: torch.device) -> Precision:
+    """Settle "auto", and refuse what the device cannot do.
+
+    Raises:
+        ConfigError: for bf16 on a GPU without it (such as a V100).
+    """
+    if device.type == "cpu":
+        return "fp32" if wanted == "auto" else wanted  # type: ignore[return-value]
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if wanted == "auto":
+        return "bf16" if has_bf16 else "fp16"
+    if wanted == "bf16" and not has_bf16:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"engine.precision is bf16, but {name} has no bf16; use engine.precision=fp16")
+    return wanted  # type: ignore[return-value]

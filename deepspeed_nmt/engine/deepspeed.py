@@ -1,0 +1,182 @@
+"""Updates under DeepSpeed, ZeRO 0 to 3. The only file that imports deepspeed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.engine.base import (
+    MOMENTS,
+    Engine,
+    EngineScalars,
+    MomentSource,
+    ParameterState,
+    UpdateResult,
+    add_sums,
+    seed_dropout,
+)
+from deepspeed_nmt.engine.ds_config import zero_stage
+from deepspeed_nmt.parallel.world import World
+
+
+class DeepSpeedEngine(Engine):
+    """Drives a DeepSpeed engine with varying numbers of micro-batches per update.
+
+    Args:
+        module: model and objective, weights loaded.
+        optimizer: torch's Adam over the module's parameters.
+        ds_config: DeepSpeed's configuration, completed by :func:`complete_ds_config`.
+        world: the ranks, connected.
+        dummy: a batch of no weight, for creating the optimizer's state on resume.
+    """
+
+    def __init__(
+        self,
+        module: TrainModule,
+        optimizer: torch.optim.Optimizer,
+        ds_config: dict[str, Any],
+        world: World,
+        dummy: Batch,
+    ) -> None:
+        deepspeed_logger.setLevel(logging.WARNING)
+        if world.device.type == "cpu":
+            # Shared-memory collectives would be compiled here, which needs a compiler and can leave a stale lock.
+            sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+            if ds_config["fp16"]["enabled"]:
+                # The CPU computes fp16, slowly; DeepSpeed says no. Small tests of the fp16 logic need it.
+                deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        self.device = world.device
+        self._world = world
+        self._dummy = dummy
+        self._stage = zero_stage(ds_config)
+        self._clip_norm = float(ds_config["gradient_clipping"])
+        self._engine, self._zero, _, _ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=ds_config, dist_init_required=False
+        )
+        self.module = self._engine.module
+        self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
+        self._stepped = False
+
+    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
+        # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
+        result = self._run(micro_batches, self._world.ranks / target_tokens, lr)
+        self._stepped = self._stepped or not result.skipped
+        return result
+
+    def _run(self, micro_batches: Sequence[Batch], factor: float, lr: float) -> UpdateResult:
+        self._engine.train()
+        for group in self._zero.param_groups:
+            group["lr"] = lr
+        sums: dict[str, Tensor] = {}
+        scale = self._loss_scale()
+        norm, skipped = 0.0, False
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self._engine.set_gradient_accumulation_boundary(last)
+            seed_dropout(batch, self._world.rank)
+            output = self._engine(batch.to(self.device))
+            self._engine.backward(output.loss * factor)
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+            if last and self._stage == 0:
+                # Stage 0 neither reports the norm nor looks for NaN.
+                gradients = [p.grad for p in self._named.values() if p.grad is not None]
+                norm = float(torch.nn.utils.get_total_norm(gradients))
+                skipped = not math.isfinite(norm)
+                if skipped:
+                    self._engine.zero_grad()
+                    for gradient in gradients:
+                        gradient.zero_()
+                    for group in self._zero.param_groups:
+                        group["lr"] = 0.0
+            self._engine.step()
+        if self._stage > 0:
+            norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
+        return UpdateResult(sums, norm, skipped, scale)
+
+    def parameters(self) -> Iterator[ParameterState]:
+        for name, parameter in self._named.items():
+            yield ParameterState(name, self._weight(parameter))
+
+    def state(self) -> Iterator[ParameterState]:
+        for name, parameter in self._named.items():
+            moments = {}
+            if self._stepped and parameter.requires_grad:
+                for which in MOMENTS:
+                    if self._stage == 0:
+                        moment = self._zero.state[parameter][which]
+                    else:
+                        moment = safe_get_full_optimizer_state(parameter, which)
+                    moments[which] = moment.detach().float().cpu().view(self._shape(parameter))
+            yield ParameterState(name, self._weight(parameter), moments)
+
+    def scalars(self) -> EngineScalars:
+        steps = [int(state["step"]) for state in self._inner().state.values() if "step" in state]
+        scaler = self._scaler()
+        good = 0
+        if scaler is not None:
+            good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+        return EngineScalars(max(steps, default=0) if self._stepped else 0, self._loss_scale(), good)
+
+    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+        # One update that changes nothing (no weight, no learning rate) creates the optimizer's state in its layout.
+        self._run([self._dummy], 0.0, 0.0)
+        for name, parameter in self._named.items():
+            if not parameter.requires_grad:
+                continue
+            for which in MOMENTS:
+                moment = moments.moment(name, which)
+                if self._stage == 0:
+                    self._zero.state[parameter][which].copy_(moment)
+                else:
+                    safe_set_full_optimizer_state(parameter, moment.to(self.device), which)
+        for state in self._inner().state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(scalars.optimizer_step)
+            elif "step" in state:
+                state["step"] = scalars.optimizer_step
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler.cur_scale = scalars.loss_scale
+            scaler.cur_iter = scalars.good_updates
+            scaler.last_overflow_iter = -1
+        self._stepped = True
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+    def _inner(self) -> torch.optim.Optimizer:
+        """torch's optimizer inside ZeRO's."""
+        inner: torch.optim.Optimizer = self._zero if self._stage == 0 else self._zero.optimizer
+        return inner
+
+    def _scaler(self) -> Any:
+        """DeepSpeed's dynamic loss scaler, or None."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self._stage == 0 else float(self._zero.loss_scale)
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+
+    def _weight(self, parameter: nn.Parameter) -> Tensor:
+        """The whole fp32 weight of a parameter. All ranks must ask together."""
+        whole = None if self._stage == 0 or not parameter.requires_grad else safe_get_full_fp32_param(parameter)
+        if whole is None:
+            if hasattr(parameter, "ds_id"):  # frozen under ZeRO-3: partitioned, but without an optimizer's copy
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    return parameter.detach().float().cpu().clone()
+            whole = parameter
+        return whole.detach().float().cpu().view(self._shape(parameter)).clone()

@@ -1,0 +1,126 @@
+"""Updates in plain torch: one process, or several that add up their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.engine.base import (
+    MOMENTS,
+    Engine,
+    EngineScalars,
+    LossScale,
+    MomentSource,
+    ParameterState,
+    Precision,
+    UpdateResult,
+    add_sums,
+    seed_dropout,
+)
+from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
+from deepspeed_nmt.parallel.world import World
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlainEngine(Engine):
+    """Weights and Adam's state in fp32 on every rank; 16-bit precisions by autocast.
+
+    Args:
+        module: model and objective, weights loaded; moved to the world's device.
+        optimizer: over the module's parameters.
+        clip_norm: gradients are scaled down to this norm; 0 leaves them.
+        precision: of the forward and backward computation.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        module: TrainModule,
+        optimizer: torch.optim.Optimizer,
+        clip_norm: float,
+        precision: Precision,
+        world: World,
+    ) -> None:
+        self.module = module.to(world.device)
+        self.device = world.device
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._precision = precision
+        self._world = world
+        self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
+
+    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
+        self.module.train()
+        sums: dict[str, Tensor] = {}
+        scale = self._scale.value
+        for batch in micro_batches:
+            seed_dropout(batch, self._world.rank)
+            with self._autocast():
+                output = self.module(batch.to(self.device))
+            (output.loss * (scale / target_tokens)).backward()
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+        gradients = self._gradients()
+        all_reduce_in_buckets(gradients, self._world)
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            factor = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0.0 else 1.0
+            if factor / scale != 1.0:
+                torch._foreach_mul_(gradients, factor / scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._scale.record(overflow=skipped)
+        return UpdateResult(sums, norm, skipped, scale)
+
+    def parameters(self) -> Iterator[ParameterState]:
+        for name, parameter in self.module.model.named_parameters():
+            yield ParameterState(name, parameter.detach().float().cpu())
+
+    def state(self) -> Iterator[ParameterState]:
+        for name, parameter in self.module.model.named_parameters():
+            state = self._optimizer.state.get(parameter, {})
+            moments = {which: state[which].detach().float().cpu() for which in MOMENTS if which in state}
+            yield ParameterState(name, parameter.detach().float().cpu(), moments)
+
+    def scalars(self) -> EngineScalars:
+        steps = [int(state["step"]) for state in self._optimizer.state.values()]
+        return EngineScalars(max(steps, default=0), self._scale.value, self._scale.good_updates)
+
+    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+        for parameter in self._named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()  # an empty step creates the optimizer's state in its own shape
+        self._optimizer.zero_grad(set_to_none=True)
+        for name, parameter in self._named.items():
+            state = self._optimizer.state[parameter]
+            for which in MOMENTS:
+                state[which].copy_(moments.moment(name, which))
+            state["step"].fill_(scalars.optimizer_step)
+        if self._precision == "fp16":
+            self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self._precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self._precision])
+
+    def _gradients(self) -> list[Tensor]:
+        """Every parameter's gradient: zero, not None, where an update did not touch it, so that moments decay."""
+        gradients = []
+        for parameter in self._named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        return gradients

@@ -1,0 +1,207 @@
+"""BLEU and chrF, computed by sacreBLEU and always accompanied by what makes them comparable: their signature.
+
+Two kinds of BLEU are told apart. :func:`corpus_scores` is for plain text as a reader sees it; sacreBLEU tokenises it
+itself, so two papers' numbers with one signature can be compared. :func:`tokenised_bleu` is what the older papers'
+``multi-bleu.perl`` computes on text that somebody has tokenised before; it moves by a point and more with that
+tokeniser, so it stands under a label of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sacrebleu.metrics.bleu import BLEU, BLEUScore
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.significance import PairedTest, Result
+
+from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean
+
+# `@@` at the end of a line is left by a translation that was cut off in the middle of a word.
+_SEGMENT_MARK = re.compile(r"@@(?: |$)")
+
+
+@dataclass(frozen=True)
+class BleuDetail:
+    """What a BLEU score is made of.
+
+    Attributes:
+        precisions: of 1-grams to 4-grams, in percent.
+        brevity_penalty: factor on the score, below 1 when the hypothesis is shorter than the reference.
+        hypothesis_tokens: length of the hypothesis as BLEU counts it.
+        reference_tokens: length of the references, for each sentence the one closest to the hypothesis.
+    """
+
+    precisions: tuple[float, ...]
+    brevity_penalty: float
+    hypothesis_tokens: int
+    reference_tokens: int
+
+    @classmethod
+    def of(cls, score: BLEUScore) -> BleuDetail:
+        """The detail of a sacreBLEU result."""
+        return cls(tuple(score.precisions), float(score.bp), int(score.sys_len), int(score.ref_len))
+
+    def __str__(self) -> str:
+        precisions = "/".join(f"{precision:.1f}" for precision in self.precisions)
+        return (
+            f"{precisions}, BP {self.brevity_penalty:.3f}, "
+            f"hypothesis {self.hypothesis_tokens}, reference {self.reference_tokens} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """SacreBLEU and chrF of one system, each between 0 and 100, with the signatures to publish beside them."""
+
+    bleu: float
+    bleu_detail: BleuDetail
+    bleu_signature: str
+    chrf: float
+    chrf_signature: str
+
+
+@dataclass(frozen=True)
+class TokenisedBleu:
+    """BLEU (0 to 100) over tokens as they stand in the text. Never show it without its label."""
+
+    label: ClassVar[str] = "tokenised BLEU (not comparable with sacreBLEU)"
+
+    bleu: float
+    detail: BleuDetail
+    signature: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A system beside the first one, the baseline.
+
+    Attributes:
+        difference: BLEU of the system minus BLEU of the baseline.
+        p_value: probability of a difference this large if the two were equally good.
+        signature: of the test, with its number of resamples and its seed.
+    """
+
+    difference: float
+    p_value: float
+    signature: str
+
+
+def corpus_scores(
+    hypotheses: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    lowercase: bool = False,
+    tokenize: str = "13a",
+) -> Scores:
+    """Score plain (detokenised) text.
+
+    Args:
+        hypotheses: one translation per sentence.
+        references: one list of translations for each reference, each aligned with ``hypotheses``.
+        lowercase: ignore case, in BLEU and chrF.
+        tokenize: sacreBLEU's name for the tokeniser it applies before BLEU; chrF needs none.
+
+    Raises:
+        DataError: there is nothing to score, or a reference has another number of lines.
+        ConfigError: ``tokenize`` is not one of sacreBLEU's tokenisers.
+    """
+    _check_aligned(hypotheses, references)
+    if tokenize not in BLEU.TOKENIZERS:
+        hint = did_you_mean(tokenize, BLEU.TOKENIZERS)
+        raise ConfigError(f"`tokenize` must be one of sacreBLEU's tokenisers, but is '{tokenize}'{hint}")
+    # `force` silences sacreBLEU's own warning about tokenised input, which goes past our log; `score` has one.
+    bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+    chrf = CHRF(lowercase=lowercase)
+    bleu_score = bleu.corpus_score(hypotheses, references)
+    chrf_score = chrf.corpus_score(hypotheses, references)
+    return Scores(
+        bleu=float(bleu_score.score),
+        bleu_detail=BleuDetail.of(bleu_score),
+        bleu_signature=str(bleu.get_signature()),
+        chrf=float(chrf_score.score),
+        chrf_signature=str(chrf.get_signature()),
+    )
+
+
+def tokenised_bleu(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], *, lowercase: bool = False
+) -> TokenisedBleu:
+    """Score text that is tokenised already, as ``multi-bleu.perl`` (``-lc``) does.
+
+    Args:
+        hypotheses: one translation per sentence, tokens separated by spaces.
+        references: one list for each reference, aligned with ``hypotheses`` and tokenised in the same way.
+        lowercase: ignore case.
+
+    Raises:
+        DataError: there is nothing to score, or a reference has another number of lines.
+    """
+    _check_aligned(hypotheses, references)
+    metric = _tokenised_metric(lowercase)
+    score = metric.corpus_score(hypotheses, references)
+    return TokenisedBleu(bleu=float(score.score), detail=BleuDetail.of(score), signature=str(metric.get_signature()))
+
+
+def paired_bootstrap(
+    systems: Sequence[Sequence[str]],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenised: bool = False,
+    lowercase: bool = False,
+) -> list[Comparison]:
+    """Test whether systems differ from the first one in BLEU by more than the choice of test sentences explains.
+
+    Needs some 40 KB of memory per line: sacreBLEU draws its 1000 resamples all at once.
+
+    Args:
+        systems: hypotheses of two or more systems; the first is the baseline.
+        references: as for :func:`corpus_scores`.
+        tokenised: compare tokenised BLEU instead of sacreBLEU.
+        lowercase: ignore case.
+
+    Returns:
+        One comparison for each system but the first.
+
+    Raises:
+        DataError: there is nothing to score, or a system or a reference has another number of lines.
+    """
+    for hypotheses in systems:
+        _check_aligned(hypotheses, references)
+    metric = _tokenised_metric(lowercase) if tokenised else BLEU(lowercase=lowercase, force=True)
+    named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
+    signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
+    baseline, *others = [result for result in table["BLEU"] if isinstance(result, Result)]
+    comparisons = []
+    for result in others:
+        assert result.p_value is not None
+        difference = float(result.score - baseline.score)
+        comparisons.append(Comparison(difference, float(result.p_value), str(signatures["BLEU"])))
+    return comparisons
+
+
+def join_segments(line: str) -> str:
+    """Undo subword-nmt's segmentation: ``er sch@@ läft`` becomes ``er schläft``."""
+    return _SEGMENT_MARK.sub("", line)
+
+
+def _tokenised_metric(lowercase: bool) -> BLEU:
+    """BLEU as multi-bleu defines it: no tokenisation, and 0 rather than smoothing when no n-gram matches."""
+    return BLEU(lowercase=lowercase, tokenize="none", smooth_method="none", force=True)
+
+
+def _check_aligned(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    """Refuse what sacreBLEU would silently cut to the shortest list."""
+    if not hypotheses or not references:
+        raise DataError(
+            f"Scoring needs at least one hypothesis and one reference, but has {len(hypotheses)} hypotheses "
+            f"and {len(references)} references; check the files given."
+        )
+    for number, reference in enumerate(references, 1):
+        if len(reference) != len(hypotheses):
+            raise DataError(
+                f"Hypotheses and references must be aligned line by line, but there are {len(hypotheses):,} "
+                f"hypotheses and {len(reference):,} lines in reference {number}; give files of the same sentences."
+            )

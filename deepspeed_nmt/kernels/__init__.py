@@ -1,0 +1,1 @@
+"""Fused operations: public functions with plain torch references."""

@@ -1,0 +1,179 @@
+"""The Transformer (Vaswani et al. 2017) at any depth, with what deep ones need.
+
+- pre-norm with a final LayerNorm on each stack (Wang et al. 2019), post-norm, or DeepNorm (Wang et al. 2022);
+- Xavier initialisation, or scaled down with depth: layer l times 1/sqrt(l) (Zhang et al. 2019, DS-Init, alpha = 1).
+
+Legend: B sentences, S source length, T target length, D model width, V vocabulary, R rows = B x beam.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.nn.attention import MultiHeadAttention
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
+from deepspeed_nmt.nn.feedforward import Activation, FeedForward
+from deepspeed_nmt.nn.layers import Context, DecoderLayer, EncoderLayer
+from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
+from deepspeed_nmt.registry import Config
+
+
+class TransformerConfig(Config):
+    """Shape and regularisation of a Transformer. The defaults are BASE."""
+
+    name: Literal["transformer"] = "transformer"
+    dim: int = Field(default=512, ge=2, description="D, model width")
+    ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
+    heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
+    encoder_layers: int = Field(default=6, ge=1, description="N")
+    decoder_layers: int = Field(default=6, ge=1, description="M")
+    norm: NormStyle = Field(default="pre", description="where LayerNorm stands: pre, post, or deepnorm")
+    init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
+    share_embeddings: Literal["all", "decoder", "none"] = Field(
+        default="all",
+        description="all: one matrix for source, target and output; decoder: for target and output; none: three",
+    )
+    activation: Activation = Field(default="relu", description="non-linearity of the feed-forward networks")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="on embeddings and sub-layer outputs")
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="on attention weights")
+    activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
+
+    @model_validator(mode="after")
+    def _check(self) -> TransformerConfig:
+        if self.dim % self.heads:
+            divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
+            nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])
+            raise ValueError(
+                f"heads must divide dim, but dim is {self.dim} and heads is {self.heads}; "
+                f"use {' or '.join(map(str, nearest))} heads"
+            )
+        if self.norm == "deepnorm" and self.init != "xavier":
+            raise ValueError("norm=deepnorm brings its own initialisation; leave init at xavier")
+        return self
+
+
+class Transformer(TranslationModel):
+    """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
+
+    def __init__(
+        self,
+        source_embedding: TokenEmbedding,
+        target_embedding: TokenEmbedding,
+        encoder: LayerStack,
+        decoder: LayerStack,
+        projection: Projection,
+        pad: int,
+    ) -> None:
+        super().__init__()
+        self.source_embedding = source_embedding
+        self.target_embedding = target_embedding
+        self.encoder = encoder
+        self.decoder = decoder
+        self.projection = projection
+        self.vocab_size = projection.weight.shape[0]
+        self.pad = pad
+
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
+        return Memory(states_BSD, mask)
+
+    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
+        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
+        (states_BTD,) = self.decoder(self.target_embedding(target_input_BT), context)
+        return {TOP: states_BTD}
+
+    def begin(self) -> DecoderCache:
+        return DecoderCache(self.decoder.applications)
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
+        embedded = self.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
+        (states_R1D,) = self.decoder(embedded, context, cache)
+        logits: Tensor = self.projection(states_R1D.squeeze(1))
+        return logits
+
+
+def build_transformer(config: TransformerConfig, vocab_size: int, pad: int) -> Transformer:
+    """A freshly initialised Transformer; the weights follow torch's global seed."""
+    target_weight = _embedding(vocab_size, config.dim, pad)
+    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocab_size, config.dim, pad)
+    output_weight = _embedding(vocab_size, config.dim, pad) if config.share_embeddings == "none" else target_weight
+    encoder = [_encoder_layer(config) for _ in range(config.encoder_layers)]
+    decoder = [_decoder_layer(config) for _ in range(config.decoder_layers)]
+    for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
+        for number, layer in enumerate(layers, 1):
+            _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
+    final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
+    return Transformer(
+        source_embedding=TokenEmbedding(source_weight, config.dropout),
+        target_embedding=TokenEmbedding(target_weight, config.dropout),
+        encoder=LayerStack(encoder, final_norm=final_norms[0]),
+        decoder=LayerStack(decoder, final_norm=final_norms[1]),
+        projection=Projection(output_weight),
+        pad=pad,
+    )
+
+
+def _embedding(vocab_size: int, dim: int, pad: int) -> nn.Parameter:
+    weight_VD = torch.empty(vocab_size, dim).normal_(0.0, dim**-0.5)
+    weight_VD[pad] = 0.0
+    return nn.Parameter(weight_VD)
+
+
+def _encoder_layer(config: TransformerConfig) -> EncoderLayer:
+    alpha, _ = _deepnorm(config, "encoder")
+    return EncoderLayer(
+        self_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
+        self_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+        feed_forward=FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
+        feed_forward_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+    )
+
+
+def _decoder_layer(config: TransformerConfig) -> DecoderLayer:
+    alpha, _ = _deepnorm(config, "decoder")
+    return DecoderLayer(
+        self_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
+        self_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+        cross_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
+        cross_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+        feed_forward=FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
+        feed_forward_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+    )
+
+
+def _deepnorm(config: TransformerConfig, side: Literal["encoder", "decoder"]) -> tuple[float, float]:
+    """(alpha, beta): residual weight and initialisation gain (Wang et al. 2022, table 1); 1 for other norms."""
+    if config.norm != "deepnorm":
+        return 1.0, 1.0
+    n, m = config.encoder_layers, config.decoder_layers
+    if side == "encoder":
+        return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
+    return (3 * m) ** 0.25, (12 * m) ** -0.25
+
+
+def _initialise(layer: nn.Module, beta: float, depth_scale: float) -> None:
+    """Xavier uniform; queries and keys unscaled by DeepNorm's ``beta``, everything by the depth's scale.
+
+    q, k and v are initialised as parts of one D x 3D matrix would be (gain 1/sqrt 2), which for square matrices
+    is what keeps attention's output at the variance of a single projection.
+    """
+    for name, module in layer.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        kind = name.rsplit(".", 1)[-1]
+        gain = 1.0 / math.sqrt(2.0) if kind in ("q_proj", "k_proj", "v_proj") else 1.0
+        if kind not in ("q_proj", "k_proj"):
+            gain *= beta
+        nn.init.xavier_uniform_(module.weight, gain * depth_scale)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

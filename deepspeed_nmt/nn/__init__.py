@@ -1,0 +1,1 @@
+"""Building blocks of the models in pure torch: no configuration, no communication, no engine."""

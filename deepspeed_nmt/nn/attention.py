@@ -1,0 +1,100 @@
+"""Multi-head attention.
+
+Legend: B sentences, T queries, S keys, D model width, H heads, K head width, R rows = B x beam.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention(Q, K, V) with H heads (Vaswani et al. 2017, 3.2.2).
+
+    The key projection has no bias: adding the same vector to all keys shifts a query's scores by a constant, which
+    the softmax removes, so that bias would never have a gradient other than rounding noise.
+
+    Head counts come from the tensors (``view(..., -1, head_dim)``), so a rank that holds only some of the heads
+    runs the same code.
+
+    Args:
+        dim: model width D.
+        num_heads: H; divides ``dim``.
+        dropout_p: probability of dropping an attention weight.
+    """
+
+    def __init__(self, dim: int, num_heads: int, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        assert dim % num_heads == 0
+        self.head_dim = dim // num_heads
+        self.dropout_p = dropout_p
+        self.q_proj = nn.Linear(dim, dim)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim)
+        self.out_proj = nn.Linear(dim, dim)
+
+    def keys_values(self, memory_BSD: Tensor) -> KeysValues:
+        """Project what is attended to. Shape: (B,S,D) -> two of (B,H,S,K)."""
+        return KeysValues(self._heads(self.k_proj(memory_BSD)), self._heads(self.v_proj(memory_BSD)))
+
+    def forward(
+        self,
+        query_BTD: Tensor,
+        memory_BSD: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Attend over whole sentences.
+
+        Args:
+            mask: bool (B,1,1,S), True for keys that are not padding; None when none is.
+            causal: position t sees positions 0..t only.
+
+        Shape: (B,T,D), (B,S,D) -> (B,T,D)
+        """
+        memory = self.keys_values(memory_BSD)
+        return self._attend(query_BTD, memory, mask, causal)
+
+    def step_self(self, query_R1D: Tensor, cache: LayerCache) -> Tensor:
+        """Attend to all positions so far of each hypothesis, and remember the new ones.
+
+        A sentence's hypotheses are attended to together, each looking at the cached positions that it descends from.
+
+        Shape: (R,1,D) -> (R,1,D)
+        """
+        rows, length, dim = query_R1D.shape
+        memory, mask = cache.append(self.keys_values(query_R1D))
+        query = query_R1D.reshape(memory.keys.shape[0], -1, dim)
+        return self._attend(query, memory, mask, False).reshape(rows, length, dim)
+
+    def step_cross(self, query_RTD: Tensor, memory: KeysValues, mask: Tensor | None) -> Tensor:
+        """Attend to the source from every hypothesis of a sentence, whose keys exist once per sentence.
+
+        The beam's rows stand in for query positions: nothing is copied per hypothesis.
+
+        Shape: (R,T,D), memory of (B,H,S,K), mask (B,1,1,S) -> (R,T,D)
+        """
+        rows, length, dim = query_RTD.shape
+        sentences = memory.keys.shape[0]
+        query = query_RTD.reshape(sentences, rows // sentences * length, dim)
+        return self._attend(query, memory, mask, False).reshape(rows, length, dim)
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        batch, length, _ = x_BTD.shape
+        return x_BTD.view(batch, length, -1, self.head_dim).transpose(1, 2)
+
+    def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+        batch, length, _ = query_BTD.shape
+        attended_BHTK = ops.attention(
+            self._heads(self.q_proj(query_BTD)),
+            memory.keys,
+            memory.values,
+            mask=mask,
+            causal=causal,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        out: Tensor = self.out_proj(attended_BHTK.transpose(1, 2).reshape(batch, length, -1))
+        return out

@@ -1,0 +1,158 @@
+"""What a decoder remembers between two steps of a search.
+
+Self-attention's keys and values stay where they were written. When a search copies and drops hypotheses, only a
+small table of booleans follows: which of the positions cached for its sentence each hypothesis descends from.
+Attention then looks at all of a sentence's positions through that table. So the many megabytes of a deep decoder's
+cache are moved only when sentences leave, and the hypotheses of a sentence are attended to together.
+
+Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
+target positions of a sentence (those of all its hypotheses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64
+"""Positions by which a self-attention cache grows at least."""
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values of one attention, each (B, H, S, K)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def select(self, sentences_B: Tensor) -> KeysValues:
+        """Those of some of the sentences, in the given order."""
+        return KeysValues(self.keys.index_select(0, sentences_B), self.values.index_select(0, sentences_B))
+
+
+class Ancestry:
+    """Which cached positions each hypothesis descends from; one for all layers.
+
+    Attributes:
+        sentences: B; 0 before the first step, whose rows are the sentences.
+        positions: P.
+    """
+
+    def __init__(self) -> None:
+        self.sentences = 0
+        self.positions = 0
+        self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
+
+    def advance(self, rows: int, device: torch.device) -> None:
+        """Each row has gained a position, which only it descends from."""
+        if self.sentences == 0:
+            self.sentences = rows
+            self._mask_RP = torch.empty(rows, 0, dtype=torch.bool, device=device)
+        own_WW = torch.eye(rows // self.sentences, dtype=torch.bool, device=device)
+        self._mask_RP = torch.cat([self._mask_RP, own_WW.repeat(self.sentences, 1)], dim=1)
+        self.positions = self._mask_RP.shape[1]
+
+    def select(self, rows_R: Tensor, sentences: int) -> None:
+        """The new hypotheses continue the old ones ``rows_R``."""
+        self.sentences = sentences
+        self._mask_RP = self._mask_RP.index_select(0, rows_R)
+
+    def mask(self) -> Tensor | None:
+        """bool (B,1,W,P) for attention; None where every hypothesis descends from all that is cached."""
+        if self._mask_RP.shape[0] == self.sentences:
+            # One hypothesis a sentence: greedy, or the first step. What is cached is all its own.
+            return None
+        return self._mask_RP.view(self.sentences, 1, -1, self.positions)
+
+
+class LayerCache:
+    """The memory of one layer *application*: a layer used twice has two.
+
+    Args:
+        ancestry: the decoder's, shared by its layers.
+
+    Attributes:
+        cross: keys and values of the source, one row per sentence whatever the beam; None before the first step
+            or in a layer without cross-attention.
+        length: target positions of a hypothesis seen so far.
+    """
+
+    def __init__(self, ancestry: Ancestry) -> None:
+        self.cross: KeysValues | None = None
+        self.length = 0
+        self._ancestry = ancestry
+        self._positions = 0
+        self._buffer: KeysValues | None = None
+
+    def append(self, new: KeysValues) -> tuple[KeysValues, Tensor | None]:
+        """Add the keys and values of each hypothesis' newest position.
+
+        Returns:
+            Keys and values of all positions of each sentence, and who may look where: bool (B,1,W,P), or None if
+            everybody may look everywhere.
+
+        Shape: (R,H,1,K) -> (B,H,P,K)
+        """
+        rows, heads, length, width = new.keys.shape
+        assert length == 1, "a decoder advances one position at a time"
+        if self._positions == self._ancestry.positions:  # The first layer of this step.
+            self._ancestry.advance(rows, new.keys.device)
+        start, end = self._positions, self._ancestry.positions
+        if self._buffer is None or end > self._buffer.keys.shape[2]:
+            self._grow(new.keys, end)
+        assert self._buffer is not None
+        keys, values = self._buffer.keys[:, :, :end], self._buffer.values[:, :, :end]
+        sentences = self._ancestry.sentences
+        keys[:, :, start:] = new.keys.view(sentences, -1, heads, width).transpose(1, 2)
+        values[:, :, start:] = new.values.view(sentences, -1, heads, width).transpose(1, 2)
+        self._positions = end
+        self.length += 1
+        return KeysValues(keys, values), self._ancestry.mask()
+
+    def select(self, sentences_B: Tensor) -> None:
+        """Keep the sentences ``sentences_B``."""
+        if self._buffer is not None:
+            self._buffer = self._buffer.select(sentences_B)
+        if self.cross is not None:
+            self.cross = self.cross.select(sentences_B)
+
+    def _grow(self, like: Tensor, end: int) -> None:
+        capacity = end + max(_BLOCK, end // 2)
+        _, heads, _, width = like.shape
+        keys, values = (like.new_empty(self._ancestry.sentences, heads, capacity, width) for _ in range(2))
+        if self._buffer is not None:
+            keys[:, :, : self._positions] = self._buffer.keys[:, :, : self._positions]
+            values[:, :, : self._positions] = self._buffer.values[:, :, : self._positions]
+        self._buffer = KeysValues(keys, values)
+
+
+class DecoderCache:
+    """The memory of a whole decoder: one :class:`LayerCache` per layer application.
+
+    The first step takes one row for each sentence; :meth:`select` makes them more.
+    """
+
+    def __init__(self, applications: int) -> None:
+        self._ancestry = Ancestry()
+        self.layers = [LayerCache(self._ancestry) for _ in range(applications)]
+
+    @property
+    def length(self) -> int:
+        """Target positions of a hypothesis seen so far."""
+        return self.layers[0].length if self.layers else 0
+
+    def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
+        """Continue the hypotheses ``rows_R``: some may be dropped, some continued several times.
+
+        Args:
+            rows_R: rows of the last step, a sentence's rows adjacent, equally many for each sentence.
+            sentences_B: the sentences of the last step that these are, in this order; None: all of them.
+        """
+        sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
+        assert rows_R.shape[0] % max(1, sentences) == 0, "every sentence has equally many hypotheses"
+        self._ancestry.select(rows_R, sentences)
+        if sentences_B is not None:
+            for layer in self.layers:
+                layer.select(sentences_B)

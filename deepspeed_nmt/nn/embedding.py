@@ -1,0 +1,83 @@
+"""Token and position embeddings, and the projection back to the vocabulary.
+
+Legend: B sentences, T length, D model width, V vocabulary, N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_nmt.nn.sublayer import Dropout
+
+T = TypeVar("T")
+
+
+def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
+    """Positions 0..length-1 as sines and cosines of wavelengths from 2 pi to 20000 pi. Shape: -> (length, dim), fp32.
+
+    The first half of the columns are sines and the second half cosines (a permutation of Vaswani et al. 2017, 3.5).
+    """
+    half = dim // 2
+    rates = torch.exp(
+        torch.arange(half, device=device, dtype=torch.float32) * (-math.log(10000.0) / max(half - 1, 1))
+    )
+    angles = torch.arange(length, device=device, dtype=torch.float32).unsqueeze(1) * rates
+    return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))
+
+
+class TokenEmbedding(nn.Module):
+    """Embedding of tokens times sqrt(D), plus sinusoidal positions, then dropout.
+
+    Args:
+        weight_VD: the embedding matrix, possibly shared with others.
+        dropout_p: probability of dropping an element.
+    """
+
+    def __init__(self, weight_VD: nn.Parameter, dropout_p: float) -> None:
+        super().__init__()
+        self.weight = weight_VD
+        self.dropout = Dropout(dropout_p)
+        self.scale = math.sqrt(weight_VD.shape[1])
+        # Grown on demand; never saved, since it can be computed.
+        self._positions_TD = torch.empty(0, weight_VD.shape[1])
+
+    def forward(self, tokens_BT: Tensor, offset: int = 0) -> Tensor:
+        """Embed tokens standing at positions ``offset``... Shape: (B,T) -> (B,T,D)"""
+        end = offset + tokens_BT.shape[1]
+        positions_TD = self._positions(end)[offset:end]
+        embedded: Tensor = self.dropout(F.embedding(tokens_BT, self.weight) * self.scale + positions_TD)
+        return embedded
+
+    def _positions(self, length: int) -> Tensor:
+        have = self._positions_TD
+        if have.shape[0] < length or have.device != self.weight.device or have.dtype != self.weight.dtype:
+            size = max(256, 1 << (length - 1).bit_length())
+            have = sinusoids(size, self.weight.shape[1], self.weight.device).to(self.weight.dtype)
+            self._positions_TD = have
+        return have
+
+
+class Projection(nn.Module):
+    """Reads decoder states with the output matrix, which is often the embedding matrix too.
+
+    What is done with the matrix is passed in: ``projection(states)`` gives logits; a loss passes a function that
+    takes (states, weight) and never forms all logits. It runs inside ``forward`` because ZeRO-3 makes a module's own
+    parameters whole only there.
+
+    Args:
+        weight_VD: the output matrix.
+    """
+
+    def __init__(self, weight_VD: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight_VD
+
+    def forward(self, states_ND: Tensor, consume: Callable[[Tensor, Tensor], T] = F.linear) -> T:  # type: ignore[assignment]
+        """Shape: (..., D) -> (..., V) by default; otherwise what ``consume(states, weight)`` returns."""
+        return consume(states_ND, self.weight)

@@ -1,0 +1,99 @@
+"""Who this process is among the others, and how they find each other.
+
+The `deepspeed` launcher and `torchrun` describe a process by RANK, WORLD_SIZE and LOCAL_RANK; `srun` by SLURM_PROCID,
+SLURM_NTASKS and SLURM_LOCALID. A process started by plain `python` is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_nmt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the run.
+
+    Attributes:
+        rank: 0..ranks-1.
+        ranks: number of processes.
+        local_rank: number of this process on its host.
+        device: where its tensors live.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and talks to the user."""
+        return self.rank == 0
+
+
+def _from_environment() -> tuple[int, int, int]:
+    """(rank, ranks, local rank)"""
+    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        if names[0] in os.environ and names[1] in os.environ:
+            rank, ranks = int(os.environ[names[0]]), int(os.environ[names[1]])
+            # An interactive SLURM shell has SLURM_PROCID=0 without being one of several tasks.
+            if ranks > 1 or names[0] == "RANK":
+                return rank, ranks, int(os.environ.get(names[2], "0"))
+    return 0, 1, 0
+
+
+def join_world(device: str = "auto", timeout_s: float = 1800.0) -> World:
+    """Find this process's place and connect it to the others.
+
+    Args:
+        device: "auto" (a GPU where there is one), "cpu" or "cuda".
+        timeout_s: seconds after which a rank that waits for another gives up.
+
+    Raises:
+        ConfigError: if a GPU is asked for and there is none, or the ranks do not know where to meet.
+    """
+    rank, ranks, local_rank = _from_environment()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device is cuda, but torch finds no GPU; use engine.device=cpu or install a CUDA build"
+        )
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"this host has {torch.cuda.device_count()} GPUs, but local rank {local_rank} was started; "
+            "start as many processes per host as it has GPUs"
+        )
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    # DeepSpeed looks for these even when the processes are already connected, and tries MPI if they are missing.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(local_rank))
+    if ranks == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    elif "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ConfigError(
+            f"{ranks} processes need MASTER_ADDR and MASTER_PORT to find each other, but they are not set; "
+            "start with `deepspeed` or `torchrun`, or see launch/"
+        )
+    if not dist.is_initialized():
+        backend, timeout = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout_s)
+        if ranks == 1:  # no port needed, none taken
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
+    return World(rank, ranks, local_rank, where)
+
+
+def leave_world() -> None:
+    """Disconnect, so that a next run in this process can connect anew."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""Length penalties: how log-probabilities of translations of unlike length are compared.
+
+A hypothesis of n tokens, *its end-of-sentence token included*, scores log p / penalty(n). Log-probabilities are
+negative and sums over tokens, so a penalty that grows with n makes up for what each further token costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed_nmt.errors import ConfigError
+
+MAX_EXPONENT = 10.0
+"""Far above every useful exponent, far below what overflows at thousands of tokens."""
+
+_FORMULAS: dict[str, Callable[[int, float], float]] = {
+    "gnmt": lambda length, exponent: ((5.0 + length) / 6.0) ** exponent,
+    "power": lambda length, exponent: float(length) ** exponent,
+}
+
+
+@dataclass(frozen=True)
+class LengthPenalty:
+    """A penalty by its name.
+
+    - ``gnmt:A``:  ((5 + n) / 6)^A (Wu et al. 2016, eq. 14)
+    - ``power:A``: n^A
+    - ``mean``:    n, the mean log-probability of a token; the same as power:1
+    - ``none``:    1, the bare log-probability; the same as power:0
+
+    Attributes:
+        family: "gnmt" or "power".
+        exponent: A.
+    """
+
+    family: str
+    exponent: float
+
+    @classmethod
+    def parse(cls, text: str) -> LengthPenalty:
+        """The penalty a user named.
+
+        Raises:
+            ConfigError: if there is no such penalty or its exponent is not a number from 0 to 10.
+        """
+        if text in ("mean", "none"):
+            return cls("power", 1.0 if text == "mean" else 0.0)
+        match = re.fullmatch(r"(gnmt|power):(\d+(?:\.\d*)?|\.\d+)", text, flags=re.ASCII)
+        if match is None or float(match[2]) > MAX_EXPONENT:
+            raise ConfigError(
+                f"length_penalty must be gnmt:A or power:A with A from 0 to {MAX_EXPONENT:g}, mean, or none, "
+                f"but is '{text}'; the usual one is gnmt:0.6"
+            )
+        return cls(match[1], float(match[2]))
+
+    def __call__(self, length: int) -> float:
+        """What to divide the log-probability of ``length`` tokens by; the end-of-sentence token counts."""
+        return _FORMULAS[self.family](length, self.exponent)

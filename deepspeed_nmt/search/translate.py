@@ -1,0 +1,173 @@
+"""Translation of a stream of lines: of any length, in bounded memory, in its order.
+
+Lines are read a buffer at a time; the sentences of a buffer are batched with others of like length and put back
+into order. Legend: B sentences, S source length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
+
+
+class Tokenizer(Protocol):
+    """What translating needs to know of a vocabulary."""
+
+    @property
+    def pad(self) -> int:
+        """The padding token."""
+        ...
+
+    @property
+    def bos(self) -> int:
+        """The beginning-of-sentence token."""
+        ...
+
+    @property
+    def eos(self) -> int:
+        """The end-of-sentence token."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a sentence, without BOS and EOS."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The sentence of tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of one line.
+
+    Attributes:
+        text: the translation.
+        score: its log-probability (nats) divided by the length penalty; 0 for an empty line.
+        tokens: the translation's tokens, without BOS and EOS.
+    """
+
+    text: str
+    score: float
+    tokens: list[int]
+
+
+def translate_lines(
+    model: TranslationModel,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    config: SearchConfig,
+    max_tokens: int = 4096,
+    buffer_lines: int = 4096,
+    device: torch.device | str = "cpu",
+    nbest: int = 1,
+) -> Iterator[list[Translation]]:
+    """Translate lines one by one, as they are asked for.
+
+    Args:
+        model: on ``device``, in eval mode.
+        lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
+            translation is empty.
+        config: the search and its settings.
+        max_tokens: bound on a batch: sentences times the longest source among them, in tokens with EOS. (Memory also
+            grows with the beam.) A longer line is translated in a batch of its own.
+        buffer_lines: how many lines are read before the first of them comes out; memory grows with it.
+        nbest: translations wanted for each line, at most the beam.
+
+    Returns:
+        For each line, in order, at least one and at most ``nbest`` translations, best first.
+
+    Raises:
+        ConfigError: if a number is out of range, all of them at once; raised before anything is read.
+    """
+    problems = [
+        f"{name} must be at least 1, but is {value}"
+        for name, value in (("max_tokens", max_tokens), ("buffer_lines", buffer_lines), ("nbest", nbest))
+        if value < 1
+    ]
+    if nbest > config.beam:
+        problems.append(
+            f"nbest must be at most the beam, but is {nbest} with a beam of {config.beam}; raise the beam to {nbest}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    search = SEARCHES[config.name].build(model, tokenizer.bos, tokenizer.eos, tokenizer.pad, config)
+    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, torch.device(device), nbest)
+
+
+def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
+    """Source sentences as one tensor, padded on the right, and whether any position is padding.
+
+    Shape: -> (B,S)
+    """
+    longest = max(map(len, sources))
+    rows = [[*source, *[pad] * (longest - len(source))] for source in sources]
+    padded = any(len(source) < longest for source in sources)
+    return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True), padded
+
+
+def length_buckets(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Cut sentences into batches of like length, the longest first.
+
+    Longest first, so that what does not fit into memory fails at once and not after an hour.
+
+    Args:
+        lengths: each sentence's length in tokens.
+        max_tokens: bound on sentences times the longest of a batch; a longer sentence gets a batch of its own.
+
+    Returns:
+        The sentences' numbers, each once.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    start = 0
+    while start < len(order):
+        size = max(1, max_tokens // max(1, lengths[order[start]]))
+        yield order[start : start + size]
+        start += size
+
+
+def _translate(
+    search: Search,
+    tokenizer: Tokenizer,
+    lines: Iterator[str],
+    max_tokens: int,
+    buffer_lines: int,
+    device: torch.device,
+    nbest: int,
+) -> Iterator[list[Translation]]:
+    before = 0
+    while buffer := list(islice(lines, buffer_lines)):
+        sources = [tokenizer.encode(line.rstrip("\r\n")) for line in buffer]
+        translations = [[Translation("", 0.0, [])] for _ in buffer]
+        filled = [number for number, source in enumerate(sources) if source]
+        lengths = [len(sources[number]) + 1 for number in filled]
+        for number, length in zip(filled, lengths, strict=True):
+            if length > max_tokens:
+                logger.warning(
+                    "line %s has %s tokens, more than max_tokens (%s): it is translated in a batch of its own",
+                    f"{before + number + 1:,}",
+                    f"{length:,}",
+                    f"{max_tokens:,}",
+                )
+        for bucket in length_buckets(lengths, max_tokens):
+            numbers = [filled[place] for place in bucket]
+            source_BS, padded = pad_sources(
+                [[*sources[number], tokenizer.eos] for number in numbers], tokenizer.pad, device
+            )
+            for number, hypotheses in zip(numbers, search.search(source_BS, padded), strict=True):
+                translations[number] = [
+                    Translation(tokenizer.decode(hypothesis.tokens), hypothesis.score, hypothesis.tokens)
+                    for hypothesis in hypotheses[:nbest]
+                ]
+        yield from translations
+        before += len(buffer)

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Install what the tests need, check the code, and run the tests.
+#
+#   launch/test.sh [--system] [--full] [pytest arguments]
+#
+#   --system   allow apt-get for what is missing (python3, python3-venv); never done without
+#   --full     also the tests that take long (marked slow) or need a GPU (marked gpu)
+#
+# Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
+# is). Once installed, it runs without a network. $PYTHON names the Python to make it with, $LOCK the lock to
+# install (cpu, cuda, v100; default: what fits the machine). The exit status is 0 when all is well.
+
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+selection=(-m "not slow and not gpu")
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
+    --system) SYSTEM=yes ;;
+    --full) selection=(-m "slow or not slow") ;; # everything: a test marked gpu skips itself without one
+    *) break ;;
+    esac
+    shift
+done
+
+cd "$ROOT"
+install "${LOCK:-$(choose_lock)}" test
+
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+# A build of an extension that was killed leaves a lock behind on which the next one waits for ever.
+export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 2)}"
+export OMP_NUM_THREADS
+export PATH="$VENV/bin:$PATH"
+
+status=0
+check() {
+    say "$*"
+    "$VENV/bin/python" -m "$@" || {
+        complain "'$*' failed: whatever the tests say below, the exit status will be 1"
+        status=1
+    }
+}
+check ruff check .
+check ruff format --check .
+check mypy --strict
+say "pytest"
+"$VENV/bin/python" -m pytest "${selection[@]}" "$@" || status=1
+exit "$status"

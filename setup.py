@@ -1,0 +1,31 @@
+"""Packaging. The pinned versions that are tested live in requirements/; here stand the ranges that must work."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="deepspeed_nmt",
+    version="0.1.0",
+    description="A DeepSpeed-scaled trainer for very deep neural machine translation models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["deepspeed_nmt", "deepspeed_nmt.*"]), "deepspeed_nmt.ds_configs"],
+    # An installed copy carries the DeepSpeed configurations that sit at the top of the repository.
+    package_dir={"deepspeed_nmt": "deepspeed_nmt", "deepspeed_nmt.ds_configs": "ds_configs"},
+    package_data={"deepspeed_nmt": ["recipes/*.yaml", "py.typed"], "deepspeed_nmt.ds_configs": ["*.json"]},
+    install_requires=[
+        "torch>=2.11",
+        "deepspeed>=0.19,<0.20",
+        "numpy>=1.26",
+        "pydantic>=2.7,<3",
+        "pyyaml>=6",
+        "safetensors>=0.5",
+        "sentencepiece>=0.2",
+        "sacrebleu>=2.4,<3",
+        "tensorboard>=2.17",
+        "tqdm>=4.66",
+    ],
+    entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},
+)

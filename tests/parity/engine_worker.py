@@ -1,0 +1,120 @@
+"""One rank of a world that trains a small model under several engines, one after the other.
+
+Arguments: corpus directory, output file, then engines as NAME[:PRECISION] (plain, zero0 ... zero3).
+The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
+run that was stopped half-way and restored.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD
+from deepspeed_nmt.engine import Engine, EngineConfig, build_engine
+from deepspeed_nmt.engine.base import ParameterState
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.world import World, join_world, leave_world
+
+UPDATES = 20
+VOCAB = 60
+BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
+
+
+class Saved:
+    """Moments held in memory."""
+
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self.states = {state.name: state for state in states}
+
+    def moment(self, name: str, which: str) -> Tensor:
+        return self.states[name].moments[which]
+
+
+def lr(update: int) -> float:
+    return 3e-3 * min(1.0, update / 5)
+
+
+def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
+    torch.manual_seed(7)
+    config = TransformerConfig(dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=dropout)
+    module = TrainModule(build_transformer(config, VOCAB, PAD), LabelSmoothed(0.1, PAD))
+    if weights is not None:
+        module.model.load_state_dict(weights, strict=False)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
+    name, _, precision = engine.partition(":")
+    if name == "plain":
+        settings = EngineConfig(name="plain", precision=precision or "fp32", device="cpu")
+    else:
+        ds = Path(sys.argv[2]).with_name(f"{name}.json")
+        content: dict[str, Any] = {"zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}}
+        if precision == "fp16":
+            content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
+        if world.is_main:
+            ds.write_text(json.dumps(content))
+        torch.distributed.barrier()
+        settings = EngineConfig(name="deepspeed", ds_config=str(ds), precision=precision or "fp32", device="cpu")
+    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), PAD, BOS, EOS)
+    return build_engine(settings, module, optimizer, clip_norm=0.5, world=world, dummy=dummy)
+
+
+def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
+    losses, norms, counts, skipped = [], [], [], []
+    for update in loader.updates(cursor, first):
+        result = engine.update(update.micro_batches, update.target_tokens, lr(update.number))
+        total = sum_over_ranks({name: float(value) for name, value in result.sums.items()}, world)
+        losses.append(total["loss"] / update.target_tokens)
+        norms.append(result.grad_norm)
+        counts.append(len(update.micro_batches))
+        skipped.append(result.skipped)
+        cursor = update.after
+        if update.number == last:
+            break
+    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "cursor": cursor}
+
+
+def main() -> None:
+    world = join_world("cpu", timeout_s=60)
+    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, PAD, BOS, EOS)
+    report: dict[str, Any] = {}
+    for engine_name in sys.argv[3:]:
+        engine = build(engine_name, world)
+        report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
+        del report[engine_name]["cursor"]
+        report[engine_name]["weights"] = {s.name: s.weight.flatten().tolist() for s in engine.parameters()}
+        engine.close()
+        # Stop half-way, hand the state to a new engine, go on; dropout on, since its masks must come back too.
+        half = UPDATES // 2
+        ends = []
+        for resume in (False, True):
+            engine = build(engine_name, world, dropout=0.1)
+            done = train(engine, loader, world, 1, half, Cursor())
+            if resume:
+                states, scalars = list(engine.state()), engine.scalars()
+                engine.close()
+                engine = build(engine_name, world, dropout=0.1, weights={s.name: s.weight for s in states})
+                engine.restore(Saved(states), scalars)
+            rest = train(engine, loader, world, half + 1, UPDATES, done["cursor"])
+            ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))
+            engine.close()
+        report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]
+        report[engine_name]["resumed_loss"] = [ends[0][0], ends[1][0]]
+    if world.is_main:
+        Path(sys.argv[2]).write_text(json.dumps(report))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What several tests need: processes that form a world, and small corpora."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.tokenizer import EOS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[str, str]:
+    """The environment a launcher would give to one of several ranks on this host."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``python *command`` on several ranks and wait for all; a rank still running at the end is killed.
+
+    Raises:
+        AssertionError: with everybody's output, if one fails or the time is up.
+    """
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=rank_environment(rank, ranks, port, scratch),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    done = []
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=timeout)
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, ""))
+    except subprocess.TimeoutExpired as error:
+        for process in processes:
+            process.kill()
+        output = "\n".join(process.communicate()[0] or "" for process in processes)
+        raise AssertionError(f"{command} took longer than {timeout} s\n{output}") from error
+    failed = [result for result in done if result.returncode != 0]
+    assert not failed, "\n".join(f"--- status {result.returncode}\n{result.stdout}" for result in failed)
+    return done
+
+
+def random_corpus(directory: Path, pairs: int, vocab: int, seed: int, longest: int = 30, split: str = "train") -> Corpus:
+    """A corpus of random tokens, source and target of like length."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.gamma(2.0, longest / 6, pairs), 1, longest - 2).astype(int)
+    sources = [rng.integers(EOS + 2, vocab, n).tolist() for n in lengths]
+    targets = [rng.integers(EOS + 2, vocab, max(1, n + rng.integers(-1, 2))).tolist() for n in lengths]
+    with CorpusWriter(directory, split, vocab) as writer:
+        writer.append(sources, targets)
+    return Corpus(directory, split)

@@ -1,0 +1,368 @@
+"""The locks are complete and agree with setup.py; the launch scripts do what their help says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = ("cpu", "cuda", "v100")
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+PYTORCH_INDEX = "https://download.pytorch.org/whl/"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+def read_lock(name: str) -> tuple[list[Requirement], list[str]]:
+    """The requirements and the options of a lock, with those of the files it includes."""
+    requirements: list[Requirement] = []
+    options: list[str] = []
+    for raw in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        line = raw.split("#")[0].strip()
+        if line.startswith("-r "):
+            included = read_lock(Path(line[3:].strip()).stem)
+            requirements += included[0]
+            options += included[1]
+        elif line.startswith("-"):
+            options.append(line)
+        elif line:
+            requirements.append(Requirement(line))
+    return requirements, options
+
+
+def pinned_version(requirement: Requirement) -> str:
+    (specifier,) = requirement.specifier
+    return specifier.version
+
+
+def environment(python: str) -> dict[str, str]:
+    """What markers see on this kind of machine with another Python."""
+    return {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+
+
+def pins(name: str, python: str) -> dict[str, str]:
+    """Distribution -> version that a lock installs under a Python version."""
+    return {
+        canonicalize_name(requirement.name): pinned_version(requirement)
+        for requirement in read_lock(name)[0]
+        if requirement.marker is None or requirement.marker.evaluate(environment(python))
+    }
+
+
+def install_requires() -> list[Requirement]:
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "install_requires":
+            return [Requirement(text) for text in ast.literal_eval(node.value)]
+    raise AssertionError("setup.py has no install_requires")
+
+
+@pytest.mark.parametrize("name", [*LOCKS, "test"])
+def test_lock_pins_every_distribution_once(name: str) -> None:
+    requirements, options = read_lock(name)
+    loose = [str(r) for r in requirements if [s.operator for s in r.specifier] != ["=="] or "*" in str(r.specifier)]
+    assert loose == []
+    names = [canonicalize_name(requirement.name) for requirement in requirements]
+    assert len(names) == len(set(names))
+    for option in options:
+        assert option.startswith(f"--extra-index-url {PYTORCH_INDEX}"), option
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("name", LOCKS)
+def test_lock_satisfies_setup(name: str, python: str) -> None:
+    locked = pins(name, python)
+    for requirement in install_requires():
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)], prereleases=True), (
+            requirement
+        )
+
+
+def test_locks_differ_in_pytorch_alone() -> None:
+    common = {str(requirement) for requirement in read_lock("common")[0]}
+    for name in LOCKS:
+        more = {r.name for r in read_lock(name)[0] if str(r) not in common}
+        assert "torch" in more
+        assert all(part == "torch" or part.startswith(("cuda-", "nvidia-", "triton")) for part in more)
+
+
+def test_a_v100_gets_a_build_that_has_its_kernels() -> None:
+    """sm_70 is in the builds for CUDA 12.6 up to PyTorch 2.14, and in no other since 2.11."""
+    requirements, options = read_lock("v100")
+    torch_version = pinned_version(next(r for r in requirements if r.name == "torch"))
+    assert options == [f"--extra-index-url {PYTORCH_INDEX}cu126"]
+    assert torch_version.endswith("+cu126")
+    assert tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) <= (2, 14)
+
+
+def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
+    """Requirements of the locked distributions, as installed here, that the lock does not meet."""
+    problems = []
+    for name in locked:
+        try:
+            wanted = [Requirement(text) for text in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:  # for another Python than this one
+            continue
+        for requirement in wanted:
+            if requirement.marker is not None and not requirement.marker.evaluate(environment(python)):
+                continue
+            version = locked.get(canonicalize_name(requirement.name))
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                problems.append(f"{name} needs {requirement}, the lock has {version}")
+    return problems
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_lock_is_complete(python: str) -> None:
+    """Nothing is left for pip to choose. Checked against the build of PyTorch that is installed here."""
+    build = metadata.version("torch").partition("+")[2]
+    if build == "cu126":
+        pytest.skip("the cu126 build pins its CUDA libraries itself")
+    lock = "cuda" if any(text.startswith("triton") for text in metadata.requires("torch") or []) else "cpu"
+    locked = {**pins(lock, python), **pins("test", python)}
+    assert missing_from(locked, python) == []
+    assert missing_from({name: version for name, version in locked.items() if name != "filelock"}, python) != []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_is_valid_bash(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert os.access(script, os.X_OK) or script.name == "lib.sh"
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh"])
+def test_help_changes_nothing(name: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run_script(name, "--help", VENV=str(tmp_path / "venv"), OUT=str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert f"launch/{name} [--" in done.stdout
+    assert time.monotonic() - began < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_script(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in {"SOURCE", "TARGET", "OUT", "RANKS", "LOCK"}}
+    command = [str(ROOT / "launch" / name), *arguments]
+    return subprocess.run(
+        command, env={**inherited, **settings}, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >>"$STUB_LOG"
+echo "OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$STUB_LOG"
+[ "${FAIL_AT:-none}" != "$1" ] || exit 75
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> dict[str, str]:
+    """Settings under which the quickstart installs nothing and calls programs that only take notes."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("deepspeed", "deepspeed-nmt"):
+        (programs / name).write_text(STUB, encoding="utf-8")
+        (programs / name).chmod(0o755)
+    (programs / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', encoding="utf-8")
+    (programs / "python").chmod(0o755)
+    return {
+        "VENV": str(tmp_path / "venv"),
+        "OUT": str(tmp_path / "out"),
+        "SKIP_INSTALL": "1",
+        "LOCK": "cpu",
+        "STUB_LOG": str(tmp_path / "log"),
+    }
+
+
+def commands(stubs: Mapping[str, str]) -> list[str]:
+    """The first words of each call of a stub, and forget them."""
+    log = Path(stubs["STUB_LOG"])
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return [" ".join(line.split()[:2]) for line in lines if line.startswith("deepspeed")]
+
+
+def write_text(path: Path, lines: int, word: str = "word") -> str:
+    path.write_text("".join(f"{word} {number}\n" for number in range(lines)), encoding="utf-8")
+    return str(path)
+
+
+def test_quickstart_goes_on_where_it_stopped(stubs: dict[str, str]) -> None:
+    stopped = run_script("quickstart.sh", FAIL_AT="translate", **stubs)
+    assert stopped.returncode == 75
+    assert "run the same again" in stopped.stderr
+    assert commands(stubs) == [
+        "deepspeed-nmt sample-data",
+        "deepspeed-nmt prepare",
+        "deepspeed --num_gpus",
+        "deepspeed-nmt translate",
+    ]
+    again = run_script("quickstart.sh", **stubs)
+    assert again.returncode == 0, again.stderr
+    assert commands(stubs) == ["deepspeed-nmt translate", "deepspeed-nmt score"]
+    assert f"tensorboard --logdir {stubs['OUT']}/run" in again.stdout
+    assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
+    assert len(commands(stubs)) == 5
+
+
+def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Path) -> None:
+    source = write_text(tmp_path / "a", 1000)
+    target = write_text(tmp_path / "b", 1000, "Wort")
+    with Path(source).open("a", encoding="utf-8") as more:
+        more.write("word 9\n")  # the source of the first pair that is held out, once more
+    with Path(target).open("a", encoding="utf-8") as more:
+        more.write("Wort again")  # and a last line without its end
+    done = run_script("quickstart.sh", source, target, **stubs)
+    assert done.returncode == 0, done.stderr
+    parts = {
+        part: [
+            (Path(stubs["OUT"]) / "text" / f"{part}.{side}").read_text(encoding="utf-8").splitlines()
+            for side in ("source", "target")
+        ]
+        for part in ("train", "valid", "test")
+    }
+    assert {part: len(sides[0]) for part, sides in parts.items()} == {"train": 900, "valid": 50, "test": 50}
+    for sources, targets in parts.values():
+        assert [line.replace("word", "Wort") for line in sources] == targets
+    assert set(parts["train"][0]).isdisjoint(parts["valid"][0] + parts["test"][0])
+    assert "1 left-out" in done.stdout
+
+    other = run_script("quickstart.sh", **stubs)
+    assert other.returncode == 2
+    assert "made from other text" in other.stderr
+
+
+def test_quickstart_refuses_text_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
+    long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
+    for arguments, message in (
+        ((long,), "but 1 arguments were given"),
+        ((long, str(tmp_path / "none")), "is missing or cannot be read"),
+        ((long, longer), "has 300 lines and"),
+        ((short, short), "at least 200 sentence pairs are required"),
+        (("--frsh",), "unknown option --frsh"),
+    ):
+        done = run_script("quickstart.sh", *arguments, **stubs)
+        assert done.returncode == 2
+        assert message in done.stderr
+    done = run_script("quickstart.sh", SOURCE=long, **stubs)
+    assert "name the other file too" in done.stderr
+    assert commands(stubs) == []
+    assert not Path(stubs["OUT"]).exists()
+
+
+def call_library(code: str, path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code that uses launch/lib.sh, with the programs in `path` before all others."""
+    script = f'set -euo pipefail; . "{ROOT}/launch/lib.sh"; {code}'
+    variables = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **settings}
+    return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lock"),
+    [
+        ("", "cpu"),
+        ("9.0, 580.65.06\n9.0, 580.65.06", "cuda"),
+        ("7.5, 590.1", "cuda"),
+        ("7.0, 580.65.06", "v100"),
+        ("8.0, 535.104.05", "v100"),
+        ("8.0, 580.1\n7.0, 580.1", "v100"),
+        ("NVIDIA-SMI has failed because it could not communicate with the driver", "cpu"),
+    ],
+)
+def test_lock_fits_the_gpus(gpus: str, lock: str, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{gpus}\nEND\n", encoding="utf-8")
+    program.chmod(0o755)
+    done = call_library("choose_lock", tmp_path)
+    assert done.stdout.strip() == lock, done.stderr
+
+
+def test_what_python_lacks_is_named(tmp_path: Path) -> None:
+    """A Debian without python3-venv: the message says what to install, and nothing is left behind."""
+    program = tmp_path / "python-without-venv"
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n', encoding="utf-8"
+    )
+    program.chmod(0o755)
+    venv = tmp_path / "venv"
+    done = call_library("make_venv", tmp_path, PYTHON=str(program), VENV=str(venv))
+    assert done.returncode == 2
+    assert "apt-get install python3-venv" in done.stderr
+    assert not venv.exists()
+    done = call_library("make_venv", tmp_path, PYTHON=str(tmp_path / "no-python"), VENV=str(venv))
+    assert done.returncode == 2
+    assert "Python 3.10 or newer is required" in done.stderr
+
+
+def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("1", encoding="utf-8")
+    again = f'stamped thing "{tmp_path}/file" -- echo run'
+    done = call_library(f'{again}; {again}; echo 2 >"{tmp_path}/file"; {again}', tmp_path, VENV=str(tmp_path))
+    assert done.stdout.split() == ["run", "run"], done.stderr
+    failing = "stamped other setup.py -- false || true; stamped other setup.py -- echo run"
+    assert call_library(failing, tmp_path, VENV=str(tmp_path)).stdout.split() == ["run"]
+
+
+def tracked_files() -> list[Path]:
+    """What is or could be committed."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs a git checkout")
+    return [path for path in (ROOT / name for name in listing.split("\0") if name) if path.is_file()]
+
+
+def test_no_file_names_a_package_registry() -> None:
+    """Installing follows each machine's own settings of pip and apt; only PyTorch's public index is named."""
+    registry = re.compile(rb"\b(?:pypi|pythonhosted|registry\.npmjs|(?:deb|security)\.debian)\.(?:org|com)\b")
+    index = re.compile(rb"(?:index-url|find-links)[ =]+(?!https://download\.pytorch\.org/)\S*//\S+")
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group().decode(errors='replace')}"
+        for path in tracked_files()
+        for pattern in (registry, index)
+        for match in pattern.finditer(path.read_bytes())
+    ]
+    assert found == []
+
+
+def test_wheel_carries_the_whole_package(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("deepspeed_nmt", "ds_configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    done = subprocess.run([*command, str(copy)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("deepspeed_nmt-*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    package = ROOT / "deepspeed_nmt"
+    wanted = {
+        str(path.relative_to(ROOT)) for pattern in ("*.py", "*.yaml", "py.typed") for path in package.rglob(pattern)
+    }
+    wanted |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+    assert wanted - packed == set()

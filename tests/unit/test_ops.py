@@ -1,0 +1,85 @@
+"""The fused operations against their references in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_nmt.kernels import ops
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_projected_cross_entropy_equals_reference(
+    monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float
+) -> None:
+    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 64 * 101)  # several chunks, the last one ragged
+    torch.manual_seed(rows)
+    states = torch.randn(rows, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(101, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 101, (rows,))
+    targets[::3] = 0
+    loss, nll = ops.projected_cross_entropy(states, weight, targets, smoothing, 0)
+    gradients = torch.autograd.grad(loss * 0.37, (states, weight))
+    expected_loss, expected_nll = ops.projected_cross_entropy_ref(states, weight, targets, smoothing, 0)
+    expected = torch.autograd.grad(expected_loss * 0.37, (states, weight))
+    # The reference narrows its logits to fp32.
+    torch.testing.assert_close(loss, expected_loss.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(nll, expected_nll.double(), rtol=1e-5, atol=1e-4)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_projected_cross_entropy_gradcheck() -> None:
+    torch.manual_seed(1)
+    states = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([1, 0, 6, 3, 2])
+    assert torch.autograd.gradcheck(
+        lambda s, w: ops.projected_cross_entropy(s, w, targets, 0.1, 0)[0], (states, weight)
+    )
+
+
+def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -> None:
+    states = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    loss, nll = ops.projected_cross_entropy(states, weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
+    loss.backward()
+    assert loss.item() == 0.0 and nll.item() == 0.0
+    assert states.grad is not None and not states.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_without_gradients_nothing_is_kept_and_the_value_is_the_same() -> None:
+    states, weight, targets = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.arange(9) % 7
+    loss, _ = ops.projected_cross_entropy(states, weight, targets, 0.1, 0)
+    with torch.no_grad():
+        quiet, _ = ops.projected_cross_entropy(states, weight, targets, 0.1, 0)
+    assert quiet.item() == loss.item() and loss.requires_grad and not quiet.requires_grad
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_keeps_the_mean_and_the_share(p: float) -> None:
+    torch.manual_seed(3)
+    x = torch.ones(1_000_001, requires_grad=True)
+    y = ops.dropout(x, p, training=True)
+    share = (y == 0).double().mean().item()
+    assert abs(share - p) < 4 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-5
+    assert abs(y.double().mean().item() - 1.0) < 0.005
+    # Each of the four elements decided by one draw is as likely as the others, and they are independent.
+    lanes = (y[: y.numel() // 4 * 4].view(-1, 4) == 0).double()
+    assert (lanes.mean(0) - p).abs().max().item() < 0.005
+    correlation = torch.corrcoef(lanes.t()) - torch.eye(4)
+    assert correlation.abs().max().item() < 0.01
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
+
+
+def test_dropout_is_off_outside_training_and_follows_the_seed() -> None:
+    x = torch.randn(37)
+    assert ops.dropout(x, 0.5, training=False) is x
+    assert ops.dropout(x, 0.0, training=True) is x
+    torch.manual_seed(5)
+    first = ops.dropout(x, 0.5, training=True)
+    torch.manual_seed(5)
+    assert torch.equal(first, ops.dropout(x, 0.5, training=True))

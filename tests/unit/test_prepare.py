@@ -1,0 +1,381 @@
+"""`prepare` from files to a data directory, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt import cli
+from deepspeed_nmt.commands.prepare import report
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data import prepare as prepare_module
+from deepspeed_nmt.data.clean import CleaningConfig, Reason
+from deepspeed_nmt.data.directory import DataDirectory, Meta
+from deepspeed_nmt.data.prepare import PrepareOptions, prepare
+from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
+
+NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
+ADJECTIVES = ("old", "new", "red", "small", "quiet", "open")
+SOURCE = [f"the {a} {n} is near the {m}" for a in ADJECTIVES for n in NOUNS for m in NOUNS[:3]]
+TARGET = [line.replace("the ", "der ").replace(" is near", " ist nah bei") for line in SOURCE]
+VALID_SOURCE = b"the old house\r\n\nbad \xff bytes here\nthe new\xe2\x80\xa8river"
+VALID_TARGET = "der old house\nleer\nunbekannt 猫\nder new river\n".encode()
+
+
+@pytest.fixture(autouse=True)
+def _logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "propagate", True)  # an earlier run of the command line turns it off
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Any]:
+    """Good files, as options."""
+    content = {
+        "train_source": "\n".join(SOURCE).encode() + b"\n",
+        "train_target": "\n".join(TARGET).encode() + b"\n",
+        "valid_source": VALID_SOURCE,
+        "valid_target": VALID_TARGET,
+    }
+    options: dict[str, Any] = {"out": tmp_path / "data", "vocab_size": 120}
+    for name, data in content.items():
+        path = tmp_path / f"{name}.txt"
+        path.write_bytes(data)
+        options[name] = (path,)
+    return options
+
+
+def _prepare(options: dict[str, Any], **changes: Any) -> Meta:
+    return prepare(PrepareOptions.model_validate({**options, **changes}))
+
+
+def _arguments(options: dict[str, Any], *more: str) -> list[str]:
+    words = ["prepare", "--out", str(options["out"]), "--vocab-size", str(options["vocab_size"])]
+    for name in ("train_source", "train_target", "valid_source", "valid_target"):
+        words += [f"--{name.replace('_', '-')}", *map(str, options[name])]
+    return [*words, *more]
+
+
+def _left_behind(tmp_path: Path) -> list[str]:
+    return [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_the_whole_road(texts: dict[str, Any], tmp_path: Path) -> None:
+    meta = _prepare(texts, test_source=texts["valid_source"], test_target=texts["valid_target"], threads=2)
+    directory = DataDirectory.open(texts["out"])
+    directory.verify_hashes()
+    assert directory.meta == meta
+    assert _left_behind(tmp_path) == ["data"]
+    assert meta.vocabulary_size == 120
+    assert meta.pairs_read == meta.splits["train"].pairs == len(SOURCE)
+    assert set(meta.removed) == {reason.value for reason in Reason}
+
+    tokenizer, corpus = directory.tokenizer(), directory.corpus("train")
+    assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
+    assert [tokenizer.decode(corpus.target(i)) for i in range(len(corpus))] == TARGET
+
+    # Raw text stays byte for byte; every line of it is encoded at its own number, however broken.
+    for split in ("valid", "test"):
+        assert directory.text(split, "source").read_bytes() == VALID_SOURCE
+        assert directory.text(split, "target").read_bytes() == VALID_TARGET
+    valid = directory.corpus("valid")
+    assert len(valid) == 4
+    assert tokenizer.decode(valid.source(0)) == "the old house"
+    assert valid.source_lengths[1] == 1
+    assert tokenizer.decode(valid.source(3)) == "the new river"
+    assert meta.splits["valid"].target.unknown > 0
+    assert meta.splits["train"].target.unknown == 0
+
+
+def test_directory_can_be_read_by_others(texts: dict[str, Any]) -> None:
+    before = os.umask(0o022)
+    try:
+        _prepare(texts)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o755
+
+
+def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
+    bad = [
+        (b"bad \xff", b"x"), (b"x", b"\xc3("), (b"nul \x00", b"x"), (b"", b"x"), (b"the old", b""),
+        (SOURCE[0].encode() + b"\r", TARGET[0].encode()), (b"long " * 41, b"x"),
+        (b"the house " * 15, b"der river"),
+    ]  # fmt: skip
+    for name, side in (("train_source", 0), ("train_target", 1)):
+        with texts[name][0].open("ab") as file:
+            file.writelines(pair[side] + b"\n" for pair in bad)
+    meta = _prepare(texts, cleaning={"max_length": 40})
+    assert {reason: count for reason, count in meta.removed.items() if count} == {
+        "undecodable": 2, "bad_character": 1, "empty": 2, "duplicate": 1, "too_long": 1, "ratio": 1,
+    }  # fmt: skip
+    assert meta.splits["train"].pairs == len(SOURCE)
+    text = report(meta, CleaningConfig(max_length=40), texts["out"])
+    for words in ("not UTF-8", "a side is empty", "the same pair again", "more than 40 tokens", "120 tokens"):
+        assert words in text
+
+
+def test_line_separators_inside_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
+    odd = "\n".join(line.replace("near", "near\u2028to\u0085it\x0bnow", 1) for line in SOURCE) + "\n"
+    texts["train_source"][0].write_bytes(odd.replace("\n", "\r\n").encode())
+    meta = _prepare(texts)
+    assert meta.splits["train"].pairs == len(SOURCE)
+    directory = DataDirectory.open(texts["out"])
+    last = directory.tokenizer().decode(directory.corpus("train").source(len(SOURCE) - 1))
+    assert last == SOURCE[-1].replace("near", "near to it now")
+
+
+def test_missing_files_are_all_named(texts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"existing text file, but .*nowhere does not exist; .* is not a file"):
+        _prepare(texts, train_source=(tmp_path / "nowhere",), valid_target=(tmp_path,))
+    assert _left_behind(tmp_path) == []
+
+
+def test_unaligned_files_give_both_counts(texts: dict[str, Any], tmp_path: Path) -> None:
+    texts["train_target"][0].write_text("\n".join(TARGET[:-3]))
+    texts["valid_source"][0].write_text("one\n")
+    with pytest.raises(DataError) as error:
+        _prepare(texts)
+    for words in ("train_source.txt has 144 lines", "train_target.txt has 141", "has 1 lines", "has 4"):
+        assert words in str(error.value)
+    assert _left_behind(tmp_path) == []
+
+
+def test_nothing_left_after_cleaning(texts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 144 were removed \(144: more than 2 tokens\)"):
+        _prepare(texts, cleaning={"max_length": 2})
+    texts["train_source"][0].write_bytes(b"")
+    texts["train_target"][0].write_bytes(b"")
+    with pytest.raises(DataError, match=r"all 0 were removed \(the files are empty\)"):
+        _prepare(texts)
+    assert _left_behind(tmp_path) == []
+
+
+def test_vocabulary_too_large(texts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"vocabulary of 8000 tokens was asked for, but the text supports at most \d+"
+    ):
+        _prepare(texts, vocab_size=None)
+    assert _left_behind(tmp_path) == []
+
+
+def test_interrupted_run_leaves_nothing(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        assert any(".partial-" in name for name in _left_behind(tmp_path)), "the work must go on beside the result"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module, "_copy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _prepare(texts)
+    assert _left_behind(tmp_path) == []
+
+
+def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("deepspeed_nmt.data.corpus._SideWriter.append", full)
+    with pytest.raises(DataError, match=r"could not be written .*No space left on device.*is the disk full"):
+        _prepare(texts)
+    assert _left_behind(tmp_path) == []
+
+
+def test_same_again_does_nothing(texts: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    first = _prepare(texts)
+    before = (texts["out"] / "meta.json").stat().st_mtime_ns
+    moved = tmp_path / "moved.txt"
+    moved.write_bytes(texts["train_source"][0].read_bytes())
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        assert _prepare(texts, train_source=(moved,), threads=2) == first
+    assert "already prepared" in caplog.text
+    assert (texts["out"] / "meta.json").stat().st_mtime_ns == before
+
+
+def test_other_data_is_replaced_only_on_request(texts: dict[str, Any], tmp_path: Path) -> None:
+    _prepare(texts)
+    fingerprint = DataDirectory.open(texts["out"]).fingerprint
+    texts["train_source"][0].write_text("\n".join(reversed(SOURCE)))
+    with pytest.raises(DataError, match=r"made otherwise \(vocab_size, train.source text differ\).*--overwrite"):
+        _prepare(texts, vocab_size=110)
+    assert DataDirectory.open(texts["out"]).fingerprint == fingerprint
+    _prepare(texts, vocab_size=110, overwrite=True)
+    directory = DataDirectory.open(texts["out"])
+    assert directory.fingerprint != fingerprint
+    assert directory.tokenizer().size == 110
+    assert _left_behind(tmp_path) == ["data"]
+
+
+def test_a_directory_that_is_not_ours_is_never_replaced(texts: dict[str, Any]) -> None:
+    texts["out"].mkdir()
+    _prepare(texts)  # an empty one is fine
+    (texts["out"] / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match=r"hold only what `prepare` made, but .* has thesis.tex"):
+        _prepare(texts, overwrite=True)
+    (texts["out"] / "meta.json").unlink()
+    with pytest.raises(DataError, match=r"hold only what `prepare` made"):
+        _prepare(texts, overwrite=True)
+    assert (texts["out"] / "thesis.tex").read_text() == "years of work"
+
+
+def test_vocabulary_of_another_directory(texts: dict[str, Any], tmp_path: Path) -> None:
+    _prepare(texts)
+    texts["train_source"][0].write_text("\n".join(SOURCE[:50]))
+    texts["train_target"][0].write_text("\n".join(TARGET[:50]))
+    second = {**texts, "out": tmp_path / "second", "vocab_size": None, "vocab_from": texts["out"]}
+    meta = _prepare(second)
+    assert meta.vocabulary_size == 120
+    assert meta.splits["train"].pairs == 50
+    model = "vocabulary.model"
+    assert (tmp_path / "second" / model).read_bytes() == (texts["out"] / model).read_bytes()
+    with pytest.raises(DataError, match="must be that of the vocabulary given, 120, but is 500"):
+        _prepare(second, vocab_size=500)
+    with pytest.raises(DataError, match="must be for segmented text, but is for raw text"):
+        _prepare(second, segmented=True)
+    with pytest.raises(DataError, match="must hold a vocabulary"):
+        _prepare(second, vocab_from=tmp_path / "nowhere")
+
+
+def test_large_text_is_sampled_for_the_vocabulary(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    train_bpe = prepare_module.train_bpe
+
+    def spy(lines: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(list(lines))
+        return train_bpe(seen[-1], *args, **kwargs)
+
+    monkeypatch.setattr(prepare_module, "train_bpe", spy)
+    monkeypatch.setattr(prepare_module, "SAMPLE_PAIRS", 40)
+    for seed in (1, 1, 2):
+        _prepare(texts, vocab_size=60, seed=seed, overwrite=True)
+    assert [len(lines) for lines in seen] == [80, 80, 80]
+    assert seen[0] == seen[1] != seen[2]
+    places = [SOURCE.index(line) for line in seen[0][:40]]
+    assert seen[0][40:] == [TARGET[place] for place in places], "both sides must be of the same pairs"
+
+
+def test_several_files_are_read_in_order(texts: dict[str, Any], tmp_path: Path) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("a\nb")
+    _prepare(
+        texts,
+        train_source=(*texts["train_source"], more),
+        train_target=(*texts["train_target"], more),
+        valid_source=(more, *texts["valid_source"]),
+        valid_target=(more, *texts["valid_target"]),
+    )
+    directory = DataDirectory.open(texts["out"])
+    assert len(directory.corpus("train")) == len(SOURCE) + 2
+    assert directory.text("valid", "source").read_bytes() == b"a\nb\n" + VALID_SOURCE
+    assert len(directory.corpus("valid")) == 6
+
+
+def test_segmented_round_trip(texts: dict[str, Any]) -> None:
+    for name, lines in (("train_source", SOURCE), ("train_target", TARGET)):
+        texts[name][0].write_text("\n".join(line.replace("teacher", "teach@@ er") for line in lines) + "\n")
+    meta = _prepare(texts, vocab_size=None, segmented=True)
+    directory = DataDirectory.open(texts["out"])
+    tokenizer, corpus = directory.tokenizer(), directory.corpus("train")
+    assert meta.segmented
+    assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
+    assert meta.splits["train"].source.tokens == sum(len(line.split()) + line.count("teacher") for line in SOURCE)
+
+
+def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
+    out = texts["out"]
+    with pytest.raises(DataError, match="must be a directory made by `prepare`, but does not exist"):
+        DataDirectory.open(out)
+    _prepare(texts)
+    directory = DataDirectory.open(out)
+    with pytest.raises(DataError, match=r"must hold the text test\.source"):
+        directory.text("test", "source")
+
+    tokens = out / "train.target.uint16.bin"
+    content = tokens.read_bytes()
+    tokens.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(DataError, match=r"the content of train\.target\.uint16\.bin has changed"):
+        DataDirectory.open(out).verify_hashes()
+    tokens.write_bytes(content[:-2])
+    (out / "valid.source").unlink()
+    with pytest.raises(
+        DataError, match=r"train\.target\.uint16\.bin has \d+ bytes instead of \d+; valid.source is missing"
+    ):
+        DataDirectory.open(out)
+
+    meta = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+    with pytest.raises(DataError, match=r"what this version's `prepare` writes, but format is not"):
+        DataDirectory.open(out)
+    (out / "meta.json").write_text("{ half")
+    with pytest.raises(DataError, match="but the file is not"):
+        DataDirectory.open(out)
+
+
+def test_fingerprint_is_of_vocabulary_and_corpus(texts: dict[str, Any], tmp_path: Path) -> None:
+    def fingerprint(name: str, **changes: Any) -> str:
+        _prepare(texts, out=tmp_path / name, **changes)
+        return DataDirectory.open(tmp_path / name).fingerprint
+
+    first = fingerprint("one")
+    assert fingerprint("two") == first
+    assert fingerprint("three", vocab_size=100) != first
+
+
+def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(_arguments(texts, "--threads", "1")) == 0
+    text = capsys.readouterr().out
+    assert "training pairs kept" in text
+    assert "120 tokens (SentencePiece)" in text
+    assert cli.main(_arguments(texts, "--max-length", "0", "--max-ratio", "0.5")) == EXIT_USER_ERROR
+    message = capsys.readouterr().err
+    assert "2 settings are wrong" in message
+    assert "--max-length: input should be greater than or equal to 1, but is 0" in message
+    assert cli.main(_arguments(texts, "--test-source", str(texts["valid_source"][0]))) == EXIT_USER_ERROR
+    assert "test must have as many source as target files, but has 1 and 0" in capsys.readouterr().err
+
+
+def test_real_text(shared_data: Path, tmp_path: Path) -> None:
+    news = shared_data / "newstest_ende"
+    meta = prepare(
+        PrepareOptions(
+            train_source=(news / "newstest2012.en", news / "newstest2013.en"),
+            train_target=(news / "newstest2012.de", news / "newstest2013.de"),
+            valid_source=(news / "newstest2014.en",),
+            valid_target=(news / "newstest2014.de",),
+            out=tmp_path / "news",
+            vocab_size=4000,
+        )
+    )
+    directory = DataDirectory.open(tmp_path / "news")
+    assert meta.pairs_read == 6003
+    assert meta.splits["train"].pairs >= 0.995 * 6003, "news text is clean"
+    assert meta.splits["valid"].pairs == 3003
+    assert directory.text("valid", "target").read_bytes() == (news / "newstest2014.de").read_bytes()
+    train = meta.splits["train"]
+    assert train.source.unknown == train.target.unknown == 0
+    assert 20 < train.target.tokens / train.pairs < 60
+
+
+def test_real_segmented_text(shared_data: Path, tmp_path: Path) -> None:
+    text = shared_data / "multi30k_bpe_ende"
+    meta = prepare(
+        PrepareOptions(
+            train_source=(text / "train.en",),
+            train_target=(text / "train.de",),
+            valid_source=(text / "valid.en",),
+            valid_target=(text / "valid.de",),
+            out=tmp_path / "multi30k",
+            segmented=True,
+        )
+    )
+    assert meta.vocabulary_size == 9712
+    assert meta.removed["duplicate"] == 3
+    assert meta.splits["train"].pairs >= 28_990
+    assert meta.splits["train"].source.unknown == 0
+    assert meta.splits["valid"].source.tokens == 14_139

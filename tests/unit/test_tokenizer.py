@@ -1,0 +1,140 @@
+"""Vocabularies: what goes in comes out, and what cannot be done is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from deepspeed_nmt.data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, train_bpe, train_words
+from deepspeed_nmt.errors import DataError
+
+RAW = [f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")]
+RAW += ["das alte Haus steht am Fluß", "zwei Häuser stehen am breiten Fluß", "Übung macht den Meister."]
+SEGMENTED = [
+    "a man with pul@@ ley system .",
+    "ein an@@ trie@@ b@@ s@@ rad@@ system .",
+    "10\u00a0000 @-@ &lt; #@@ 猫 .",
+]
+
+
+def test_bpe_round_trip_with_fixed_special_tokens() -> None:
+    tokenizer = train_bpe(RAW, vocab_size=80)
+    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.unk, tokenizer.size) == (0, 1, 2, 3, 80)
+    for line in RAW:
+        tokens = tokenizer.encode(line)
+        assert min(tokens) > 3
+        assert tokenizer.decode([1, *tokens, 2, 0, 0]) == line
+        assert tokenizer.reference(line) == line
+    assert tokenizer.encode("") == []
+    assert tokenizer.encode_batch(RAW, threads=2) == [tokenizer.encode(line) for line in RAW]
+
+
+def test_unknown_characters_show_in_the_text() -> None:
+    tokenizer = train_bpe(RAW, vocab_size=80)
+    assert tokenizer.decode(tokenizer.encode("the 猫 river")) == "the ⁇ river"
+    words = train_words(SEGMENTED)
+    assert words.encode("a dog .") == [words.encode("a")[0], 3, words.encode(".")[0]]
+    assert words.decode(words.encode("a dog .")) == "a ⁇ ."
+
+
+def test_same_text_same_vocabulary() -> None:
+    assert train_bpe(RAW, 80).model == train_bpe(iter(RAW), 80).model
+    assert train_words(SEGMENTED).model == train_words(reversed(SEGMENTED)).model
+
+
+def test_segmented_text_is_taken_as_it_is() -> None:
+    tokenizer = train_words(iter(SEGMENTED))
+    assert tokenizer.segmented
+    assert tokenizer.size == 4 + len({word for line in SEGMENTED for word in line.split(" ")})
+    for line in SEGMENTED:
+        tokens = tokenizer.encode(line)
+        assert len(tokens) == len(line.split(" "))
+        assert 3 not in tokens
+        assert tokenizer.decode([*tokens, 2]) == tokenizer.reference(line)
+    assert tokenizer.reference(SEGMENTED[1]) == "ein antriebsradsystem ."
+    assert tokenizer.reference("unfinished wo@@") == "unfinished wo"
+
+
+def test_special_tokens_in_the_text_are_ordinary_or_unknown_but_never_special() -> None:
+    for tokenizer in (train_bpe([*RAW, "a </s> <s> b <pad>"], 80), train_words([*SEGMENTED, "a </s> <s> b <pad>"])):
+        assert not {0, 1, 2} & set(tokenizer.encode("a </s> <s> b <pad> <unk>"))
+
+
+def test_word_vocabulary_keeps_the_most_frequent() -> None:
+    tokenizer = train_words(["b a b c", "b a"], vocab_size=6)
+    assert tokenizer.encode("b a c") == [4, 5, 3]
+
+
+def test_saved_and_read_again(tmp_path: Path) -> None:
+    for tokenizer, text in ((train_bpe(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
+        tokenizer.save(tmp_path)
+        again = Tokenizer.from_directory(tmp_path)
+        assert (again.size, again.segmented, again.encode(text)) == (
+            tokenizer.size, tokenizer.segmented, tokenizer.encode(text),
+        )  # fmt: skip
+
+
+def test_vocabulary_too_large_names_the_largest() -> None:
+    with pytest.raises(DataError, match=r"a vocabulary of 5000 tokens was asked for, .* at most (\d+)") as error:
+        train_bpe(RAW, vocab_size=5000)
+    largest = int(str(error.value).split("at most ")[1].split(";")[0])
+    assert train_bpe(RAW, vocab_size=largest).size == largest
+    with pytest.raises(DataError, match=r"50 tokens was asked for, but the text supports at most 7"):
+        train_words(["a b c"], vocab_size=50)
+
+
+def test_vocabulary_too_small_for_the_characters() -> None:
+    with pytest.raises(DataError, match=r"every character .* together, but 10 were asked for; raise --vocab-size"):
+        train_bpe(RAW, vocab_size=10)
+    with pytest.raises(DataError, match="more than its 4 special tokens"):
+        train_bpe(RAW, vocab_size=4)
+
+
+def test_no_text() -> None:
+    for train in (lambda: train_bpe([], 100), lambda: train_words([])):
+        with pytest.raises(DataError, match="made of text, but there is none"):
+            train()
+
+
+def test_sentencepiece_output_is_no_segmented_text() -> None:
+    with pytest.raises(DataError, match=r"mark unfinished words with '@@ '.*raw text without --segmented"):
+        train_words(["▁the ▁hou se", "▁a ▁ri ver"])
+    stray = train_words(["the sign a▁b is rare"] + ["the house"] * 20)
+    assert stray.encode("the a▁b house")[1] == 3
+
+
+def test_directory_without_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must hold a vocabulary .* has no vocabulary.model and no vocabulary.json"):
+        Tokenizer.from_directory(tmp_path)
+    train_bpe(RAW, 80).save(tmp_path)
+    (tmp_path / INFO_FILE).write_text("{}")
+    with pytest.raises(DataError, match="must be JSON with the key 'segmented'"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / INFO_FILE).write_text(json.dumps({"segmented": False}))
+    (tmp_path / MODEL_FILE).write_bytes(b"not a model")
+    with pytest.raises(DataError, match="must be a SentencePiece model"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> None:
+    prefix = tmp_path / "foreign"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(RAW), model_prefix=str(prefix), vocab_size=60, model_type="bpe", minloglevel=4
+    )
+    with pytest.raises(DataError, match="must be 0, 1, 2, 3, but are -1, 1, 2, 0"):
+        Tokenizer(prefix.with_suffix(".model").read_bytes())
+
+
+def test_real_segmented_text(shared_data: Path) -> None:
+    lines = [
+        line
+        for side in ("en", "de")
+        for line in (shared_data / "multi30k_bpe_ende" / f"train.{side}").read_text(encoding="utf-8").split("\n")[:-1]
+    ]
+    tokenizer = train_words(lines)
+    encoded = tokenizer.encode_batch(lines)
+    assert [len(tokens) for tokens in encoded] == [len(line.split(" ")) for line in lines]
+    assert [tokenizer.decode(tokens) for tokens in encoded] == [line.replace("@@ ", "") for line in lines]
