@@ -7,40 +7,43 @@ clauses have no adverbials, and the tense shows in the English verb form.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from deepspeed_nmt.data import sample_grammar as g
 from deepspeed_nmt.data import sample_lexicon as lexicon
-from deepspeed_nmt.data.sample_grammar import NOTHING, Clause, Pair, Phrase, prepositional, words
+from deepspeed_nmt.data.sample_grammar import (
+    NOTHING,
+    PRICES,
+    TIMES,
+    Clause,
+    Pair,
+    Phrase,
+    pairs_of,
+    prepositional,
+    words,
+)
 from deepspeed_nmt.data.sample_words import (
     ACCUSATIVE,
-    ADJECTIVES,
-    CLAUSE_VERBS,
-    COMPOUND_NOUNS,
+    ADJECTIVE_POOLS,
     DATIVE,
     FIRST,
     GENITIVE,
     NOMINATIVE,
     NOUNS,
+    PEOPLE,
     SECOND,
+    SHARED_VERBS,
     THEY,
     THIRD,
-    VERBS,
     WE,
     Noun,
     Verb,
+    noun_pool,
     nouns_of,
-    rows_of,
+    verbs_for,
 )
 
 T = TypeVar("T")
-
-
-def pairs_of(table: str) -> list[Pair]:
-    """The rows of a table of English words and German words."""
-    return [Pair(english.replace("_", " "), german.replace("_", " ")) for english, german in rows_of(table)]
-
 
 # English subject and object; German nominative, accusative, dative; person.
 PRONOUNS = (
@@ -52,7 +55,6 @@ PRONOUNS = (
     ("they", "them", "sie", "sie", "ihnen", THEY),
 )
 IT = Phrase("it", "es")
-PEOPLE = ("person", "relative")
 # Class of the noun: English and German preposition for being there; the German one and its case for going there.
 PLACES = {
     "in": ("in", "in", "in", ACCUSATIVE),
@@ -66,58 +68,24 @@ MANNERS, VEHICLE_MANNERS = pairs_of(lexicon.MANNERS), pairs_of(lexicon.VEHICLE_M
 FREQUENCIES = pairs_of(lexicon.FREQUENCIES)
 CITIES, NAMES = pairs_of(lexicon.CITIES), [name.replace("_", " ") for name in lexicon.NAMES.split()]
 
-_WEEKDAYS = [Pair(f"on {english}", f"am {german}") for english, german in pairs_of(lexicon.WEEKDAYS)]
-_MONTHS = [Pair(f"in {english}", f"im {german}") for english, german in pairs_of(lexicon.MONTHS)]
-_DATES = [
-    Pair(f"on {english} {day}", f"am {day}. {german}")
-    for english, german in pairs_of(lexicon.MONTHS)
-    for day in range(1, 31, 3)
-]
-_NUMBERS = pairs_of(lexicon.NUMBERS)
-_CLOCK = [Pair(f"at {english} o'clock", f"um {german} Uhr") for english, german in _NUMBERS]
-_CLOCK += [Pair(f"at {hour}:{minute}", f"um {hour}:{minute} Uhr") for hour in range(6, 23) for minute in (15, 30, 45)]
-_YEARS = [Pair(f"in {year}", f"im Jahr {year}") for year in range(1950, 2020)]
-_UNITS = pairs_of("days Tagen, weeks Wochen, months Monaten, years Jahren, hours Stunden")
-_AGO = [Pair(f"{n.english} {u.english} ago", f"vor {n.german} {u.german}") for n in _NUMBERS for u in _UNITS]
-_HENCE = [Pair(f"in {n.english} {u.english}", f"in {n.german} {u.german}") for n in _NUMBERS for u in _UNITS]
-TIMES = {
-    "present": [*[pairs_of(lexicon.TIMES["present"])] * 3, _CLOCK],
-    "past": [*[pairs_of(lexicon.TIMES["past"])] * 3, _CLOCK, _WEEKDAYS, _MONTHS, _DATES, _YEARS, _AGO],
-    "future": [*[pairs_of(lexicon.TIMES["future"])] * 3, _CLOCK, _WEEKDAYS, _DATES, _HENCE],
-}
-PRICES = [(f"{n}.50", f"{n},50") for n in range(2, 30)] + [(f"{n}", f"{n}") for n in range(20, 1000, 15)]
-PRICES += [(f"{n},{rest}", f"{n}.{rest}") for n in range(1, 10) for rest in ("200", "500", "750")]
-
-ADJECTIVE_POOLS = {
-    table: [ADJECTIVES[word] for word in names.split()] for table, names in lexicon.ADJECTIVES_OF.items()
-}
-GRADABLE_POOLS = {table: [word for word in pool if word.comparative] for table, pool in ADJECTIVE_POOLS.items()}
-PAST_VERBS = [verb for verb in VERBS if verb.past]
-PERSON_VERBS = [verb for verb in VERBS if "relative" in verb.subjects]
-OBJECT_VERBS = [verb for verb in PERSON_VERBS if verb.frame in ("acc", "dat")]
-THING_VERBS = [verb for verb in OBJECT_VERBS if not set(PEOPLE) & set(verb.objects)]
-PEOPLE_VERBS = [verb for verb in OBJECT_VERBS if "person" in verb.objects]
-MOTION_VERBS = [verb for verb in PERSON_VERBS if verb.frame in ("to", "far")]
-ACTION_VERBS = [verb for verb in PERSON_VERBS if "p" in verb.adverbials]
-SHARED_VERBS = [verb for verb in PERSON_VERBS if "w" in verb.adverbials]
-TIMED_VERBS = [verb for verb in PERSON_VERBS if "t" in verb.adverbials]
-CLAUSE_VERBS_OF = {frame: [v for v in CLAUSE_VERBS if v.frame == frame] for frame in ("that", "whether", "zu")}
 WILL = g.MODALS[-1]
 
 
-@cache
-def noun_pool(classes: tuple[str, ...]) -> list[Noun]:
-    """The nouns of some classes; simple ones twice, so that compounds do not crowd them out."""
-    simple = [noun for name in classes for noun in nouns_of(name)]
-    return simple * 2 + [noun for noun in COMPOUND_NOUNS if noun.table in classes]
+class Complement(NamedTuple):
+    """What a verb demands: English in its order, German by place in the clause (see :class:`Clause`).
 
+    Attributes:
+        english_goal, goal: a direction, a prepositional object or an amount, which German puts last.
+        negated: "kein" is in it, so that there is no "nicht".
+    """
 
-@cache
-def _verbs_for(role: str, table: str) -> list[Verb]:
-    """Verbs that take nouns of a class as their "subject" or "object"."""
-    if role == "subject":
-        return [verb for verb in VERBS if table in verb.subjects and verb.frame not in ("price",)]
-    return [verb for verb in OBJECT_VERBS if table in verb.objects]
+    english: str
+    english_goal: str
+    negated: bool = False
+    early: str = ""
+    definite: str = ""
+    indefinite: str = ""
+    goal: str = ""
 
 
 class ClauseAuthor:
@@ -188,9 +156,11 @@ class ClauseAuthor:
                 return Phrase(english, german, person)
             if choice < 0.45:
                 return g.name_phrase(self._pick(NAMES), NOMINATIVE)
-            if choice < 0.55:
+            if choice < 0.52:
                 noun = self._pick(noun_pool(PEOPLE))
-                return self._with_relative_clause(noun, self._noun_phrase(noun, NOMINATIVE))
+                phrase = self._noun_phrase(noun, NOMINATIVE)
+                # After "the son of the teacher" it would not be clear whom the clause describes.
+                return phrase if " of " in phrase.english else self.with_relative_clause(noun, phrase)
         return self._noun_phrase(self._pick(noun_pool(classes)), NOMINATIVE)
 
     def _object(self, verb: Verb, subject: Phrase, case: int, negative: bool) -> Phrase:
@@ -221,22 +191,22 @@ class ClauseAuthor:
                 german = pronoun[3] if case == ACCUSATIVE else pronoun[4]
                 return Phrase(pronoun[1], german, pronoun[5], pronoun=True)
 
-    def _with_relative_clause(self, noun: Noun, phrase: Phrase) -> Phrase:
+    def with_relative_clause(self, noun: Noun, phrase: Phrase) -> Phrase:
         """``phrase`` (made from ``noun``) with a relative clause; German closes it with a comma."""
         is_person = noun.table in PEOPLE
         choice = self._random()
-        objects = _verbs_for("object", noun.table)
+        objects = verbs_for("object", noun.table)
         if is_person and choice < 0.2:
             clause = self.clause(self._pick(SHARED_VERBS), self._person(NOMINATIVE), adverbials="")
             relative = words("with whom", clause.english())
             german = words("mit", g.RELATIVE[DATIVE][phrase.column], clause.german_subordinate())
-        elif objects and (choice < 0.5 or not _verbs_for("subject", noun.table)):
+        elif objects and (choice < 0.5 or not verbs_for("subject", noun.table)):
             verb = self._pick(objects)
             clause = self.clause(verb, self._simple_subject(), adverbials="", omit=True)
             relative = words("whom" if is_person else "that", clause.english())
             german = words(g.RELATIVE[verb.case][phrase.column], clause.german_subordinate())
         else:
-            verb = self._pick(_verbs_for("subject", noun.table))
+            verb = self._pick(verbs_for("subject", noun.table))
             pronoun = Phrase("who" if is_person else "that", g.RELATIVE[NOMINATIVE][phrase.column], phrase.person)
             clause = self.clause(verb, pronoun, adverbials="")
             relative, german = clause.english(), clause.german_subordinate()
@@ -342,74 +312,87 @@ class ClauseAuthor:
                 result.time = self._time("past" if was else "present" if modal is None else "future")
                 while negative and result.time.english.startswith("every"):  # "not every day" is another sentence
                     result.time = self._time("present")
-        manner = companion = place = cause = vehicle = NOTHING
+        manner = companion = place = cause = NOTHING
         if not negative:
             if "m" in may and random() < 0.2 * amount:
                 manner = self._pick(MANNERS)
             elif "w" in may and random() < 0.25 * amount:
                 companion = self._companion(subject)
             if "p" in may and random() < 0.45 * amount:
-                place = self._place()
+                place = self._city(going=False) if subject is IT else self._place()  # it rains out of doors
         if "t" in may and random() < 0.06 * amount:
             cause = self._cause()
 
-        early = [g.REFLEXIVE[subject.person]] if verb.reflexive else []
-        definite = indefinite = complement = target = english_object = ""
-        frame = verb.frame
-        if obj is None and not omit and frame in ("acc", "dat", "give", "put"):
-            obj = self._object(verb, subject, verb.case, negative)
-        if frame == "give":
-            recipient = self._pronoun(subject, DATIVE) if random() < 0.35 else self._person(DATIVE)
-            english_object = recipient.english
-            early.append(recipient.german)
-        if obj is not None:
-            english_object = words(english_object, obj.english)
-            if obj.pronoun or (verb.frame == "dat" and obj.definite):
-                early.append(obj.german)
-            elif obj.definite:
-                definite = obj.german
-            else:
-                indefinite = obj.german
-        elif frame == "price":
-            english, german = self._pick(PRICES)
-            target, complement = f"{english} euros", f"{german} Euro"
-        elif omit:
-            pass
-        elif frame in ("to", "far", "in"):
-            if frame == "far":
-                target, complement = self._city(going=True)
-                vehicle = self._pick(VEHICLE_MANNERS) if verb.english == "travel" and random() < 0.4 else NOTHING
-            elif frame == "to":
-                target, complement = self._place(ACCUSATIVE, rooms=verb.english != "drive")
-            else:
-                target, complement = self._place(among=verb.objects)
-        elif frame == "lie":
-            target, complement = self._on_furniture(DATIVE)
-        elif frame not in ("acc", "dat", "give", "put") and verb.objects:  # the frame is a preposition
-            phrase = self._object(verb, subject, verb.case, False)
-            english_object, complement = phrase.english, prepositional(frame, phrase.german)
-        if frame == "put" and not omit:
-            target, complement = self._on_furniture(ACCUSATIVE)
-
+        complement = self._complement(verb, subject, negative, obj, omit)
         if front:
             if place is not NOTHING and random() < 0.3:
                 result.front, place = place, NOTHING
             else:
                 result.front, result.time = result.time, NOTHING
-        negation = "nicht" if negative and not (obj is not None and obj.negated) else ""
+        negation = "nicht" if negative and not complement.negated else ""
         result.rest = words(
-            english_object, manner.english, target, vehicle.english, companion.english, place.english, cause.english
+            complement.english,
+            manner.english,
+            complement.english_goal,
+            companion.english,
+            place.english,
+            cause.english,
         )
-        result.early = words(*early)
+        result.early = complement.early
         result.late = words(
             cause.german,
-            definite,
+            complement.definite,
             manner.german,
             companion.german,
             negation,
-            vehicle.german,
             place.german,
-            indefinite,
-            complement,
+            complement.indefinite,
+            complement.goal,
         )
         return result
+
+    def _complement(self, verb: Verb, subject: Phrase, negative: bool, obj: Phrase | None, omit: bool) -> Complement:
+        """What ``verb`` demands; with ``omit``, all but what the question asks for."""
+        frame = verb.frame
+        english = early = goal = english_goal = ""
+        if obj is None and not omit and frame in ("acc", "dat", "give", "put"):
+            obj = self._object(verb, subject, verb.case, negative)
+        if verb.reflexive:
+            early = g.REFLEXIVE[subject.person]
+        if frame == "give":
+            recipient = self._pronoun(subject, DATIVE) if self._random() < 0.35 else self._person(DATIVE)
+            english, early = recipient.english, recipient.german
+        if not omit:
+            english_goal, goal = self._goal(verb)
+            if verb.objects and frame not in ("acc", "dat", "give", "put", "in"):  # the frame is a preposition
+                phrase = self._object(verb, subject, verb.case, negative=False)
+                english, goal = phrase.english, prepositional(frame, phrase.german)
+        if obj is None:
+            return Complement(english, english_goal, early=early, goal=goal)
+        english = words(english, obj.english)
+        if obj.pronoun or (frame == "dat" and obj.definite):
+            early = words(early, obj.german)
+            return Complement(english, english_goal, early=early, goal=goal)
+        if obj.definite:
+            return Complement(english, english_goal, early=early, definite=obj.german, goal=goal)
+        return Complement(english, english_goal, obj.negated, early, indefinite=obj.german, goal=goal)
+
+    def _goal(self, verb: Verb) -> Pair:
+        """The place that ``verb`` leads to or is at, or the price."""
+        frame = verb.frame
+        if frame == "far":
+            city = self._city(going=True)
+            if verb.english != "travel" or self._random() < 0.6:
+                return city
+            vehicle = self._pick(VEHICLE_MANNERS)
+            return Pair(words(city.english, vehicle.english), words(vehicle.german, city.german))
+        if frame == "to":
+            return self._place(ACCUSATIVE, rooms=verb.english != "drive")
+        if frame == "in":
+            return self._place(among=verb.objects)
+        if frame in ("lie", "put"):
+            return self._on_furniture(DATIVE if frame == "lie" else ACCUSATIVE)
+        if frame == "price":
+            english, german = self._pick(PRICES)
+            return Pair(f"{english} euros", f"{german} Euro")
+        return NOTHING

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepspeed_nmt.data.sample_lexicon import MODAL_TABLE, NAMES, NUMBERS
+from deepspeed_nmt.data.sample_lexicon import MODAL_TABLE, MONTHS, NAMES, NUMBERS, TIME_TABLES, WEEKDAYS
 from deepspeed_nmt.data.sample_words import (
     BE,
     FIRST,
@@ -104,7 +104,7 @@ def number(english: str, german: str) -> Determiner:
 
 
 NUMERALS = tuple(number(*row) for row in rows_of(NUMBERS))
-DIGITS = tuple(number(str(n), str(n)) for n in range(13, 100))
+DIGITS = tuple(number(str(n), str(n)) for n in range(13, 50))
 
 
 def noun_phrase(
@@ -186,6 +186,35 @@ class Pair(NamedTuple):
 
 
 NOTHING = Pair("", "")
+
+
+def pairs_of(table: str) -> list[Pair]:
+    """The rows of a table of English words and German words."""
+    return [Pair(english.replace("_", " "), german.replace("_", " ")) for english, german in rows_of(table)]
+
+
+_WEEKDAYS = [Pair(f"on {english}", f"am {german}") for english, german in pairs_of(WEEKDAYS)]
+_MONTHS = [Pair(f"in {english}", f"im {german}") for english, german in pairs_of(MONTHS)]
+_DATES = [
+    Pair(f"on {english} {day}", f"am {day}. {german}")
+    for english, german in pairs_of(MONTHS)
+    for day in range(3, 31, 6)
+]
+_NUMBERS = pairs_of(NUMBERS)
+_CLOCK = [Pair(f"at {english} o'clock", f"um {german} Uhr") for english, german in _NUMBERS]
+_CLOCK += [Pair(f"at {hour}:{minute}", f"um {hour}:{minute} Uhr") for hour in range(7, 22) for minute in (15, 30)]
+_YEARS = [Pair(f"in {year}", f"im Jahr {year}") for year in range(1990, 2020)]
+_UNITS = pairs_of("days Tagen, weeks Wochen, months Monaten, years Jahren, hours Stunden")
+_AGO = [Pair(f"{n.english} {u.english} ago", f"vor {n.german} {u.german}") for n in _NUMBERS for u in _UNITS]
+_HENCE = [Pair(f"in {n.english} {u.english}", f"in {n.german} {u.german}") for n in _NUMBERS for u in _UNITS]
+# Lists to choose from: the fixed expressions three times as often as each kind of generated ones.
+TIMES = {
+    "present": [*[pairs_of(TIME_TABLES["present"])] * 3, _CLOCK],
+    "past": [*[pairs_of(TIME_TABLES["past"])] * 3, _CLOCK, _WEEKDAYS, _MONTHS, _DATES, _YEARS, _AGO],
+    "future": [*[pairs_of(TIME_TABLES["future"])] * 3, _CLOCK, _WEEKDAYS, _DATES, _HENCE],
+}
+PRICES = [(f"{n}.50", f"{n},50") for n in range(2, 30)] + [(f"{n}", f"{n}") for n in range(20, 1000, 15)]
+PRICES += [(f"{n},{rest}", f"{n}.{rest}") for n in range(1, 10) for rest in ("200", "500", "750")]
 REFLEXIVE = ("mich", "dich", "sich", "uns", "sich")
 
 
@@ -242,6 +271,8 @@ class Clause:
         base = verb.english
         if self.modal is not None and not self.modal.full_verb:
             first, _, more = self.modal.english.partition(" ")
+            if first == "can" and self.negative:
+                first, negation = "cannot", ""
             return first, words(negation, often, more, base)
         if self.modal is not None:
             base = f"{self.modal.english} {base}"

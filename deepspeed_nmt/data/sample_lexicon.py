@@ -123,7 +123,7 @@ ADJECTIVES_OF = {
     "relative": "old young friendly tired happy clever sick brave curious",
     "animal": "old young big small strong tired hungry black white brown gray fat wild dangerous",
     "food": "big small cheap expensive fresh sweet delicious",
-    "dish": "big small cheap expensive fresh warm cold delicious",
+    "dish": "cheap expensive fresh warm cold delicious",
     "stuff": "cheap expensive fresh delicious good",
     "drink": "cheap expensive fresh warm cold delicious good",
     "text": "old new long short interesting important boring funny sad strange good",
@@ -180,17 +180,17 @@ VERB_TABLE = """
     repair repaired | reparieren | repariert | person | acc vehicle device part furniture | tpmw
     paint painted | malen | gemalt | person | acc animal in on | tpm
     draw drew | zeichnen | gezeichnet | person relative | acc animal person vehicle | tpm
-    build built | bauen | gebaut | person | acc boat_house furniture part | tw
+    build built | bauen | gebaut | person | acc buildable furniture part | tw
     open opened | öffnen | geöffnet | person relative | acc openable closable | tm
     close closed | zu+machen | zugemacht | person relative | acc closable | tm
     turn_on turned | ein+schalten | eingeschaltet | person relative | acc device | tpm
     turn_off turned | aus+schalten | ausgeschaltet | person relative | acc device | tpm
-    lose lost | verlieren | verloren | person relative | acc thing clothing game_only | tp
+    lose lost | verlieren | verloren | person relative | acc thing clothing game | tp
     forget forgot | vergessen vergiss | vergessen | person relative | acc thing event person text clothing | t
     carry carried | tragen träg | getragen | person animal | acc thing furniture | tm
     wear wore | tragen träg | getragen | person relative | acc clothing | tp
     try_on tried | an+probieren | anprobiert | person relative | acc clothing | tpm
-    watch watched | an+sehen sieh | angesehen | person relative | acc film game_only | tpw
+    watch watched | an+sehen sieh | angesehen | person relative | acc film game | tpw
     take_along took | mit+nehmen nimm | mitgenommen | person relative | acc thing clothing text food animal | t
     bring_along brought | mit+bringen | mitgebracht | person relative | acc dish drink person thing | t
     throw_away threw | weg+werfen wirf | weggeworfen | person relative | acc thing text clothing | t
@@ -230,13 +230,13 @@ VERB_TABLE = """
     smile smiled | lächeln | gelächelt | person relative | | t
     dance danced | tanzen | getanzt | person relative | | tpw
     learn learned | lernen | gelernt | person relative | | tpw
-    play played | spielen | gespielt | child_animal | | tpmw
-    bark barked | bellen | gebellt | dog_only | | tp
+    play played | spielen | gespielt | playful | | tpmw
+    bark barked | bellen | gebellt | dog | | tp
     get_up got | auf+stehen | *aufgestanden | person relative | | tm
     fall_asleep fell | ein+schlafen schläf | *eingeschlafen | person relative animal | | tp
     wake_up woke | auf+wachen | *aufgewacht | person relative animal | | tp
     come_back came | zurück+kommen | *zurückgekommen | person relative animal | | tw
-    arrive arrived | an+kommen | *angekommen | person relative vehicle guest_only | | tp
+    arrive arrived | an+kommen | *angekommen | person relative vehicle arriving | | tp
     depart departed | ab+fahren fähr | *abgefahren | vehicle | | t
     begin began | beginnen | begonnen | event film | | t
     play_the_piano played | Klavier_+spielen | Klavier_gespielt | person relative | | tpw
@@ -251,9 +251,9 @@ VERB_TABLE = """
     fly flew | fliegen | *geflogen | person relative | far | tw
     live lived | wohnen | gewohnt | person relative | in home |
     stay stayed | bleiben | *geblieben | person relative | in | tw
-    put put | legen | gelegt | person relative | put text clothing blanket_knife | tm
-    place placed | stellen | gestellt | person relative | put vase_bottle | tm
-    stand stood | stehen | gestanden | vase_bottle | lie | t
+    put put | legen | gelegt | person relative | put text clothing flat | tm
+    place placed | stellen | gestellt | person relative | put upright | tm
+    stand stood | stehen | gestanden | upright | lie | t
     lie - | liegen | gelegen | text clothing animal | lie | t
     sit sat | sitzen | gesessen | person relative animal | lie | tw
     cost cost | kosten | gekostet | clothing thing furniture device vehicle dish | price |
@@ -274,17 +274,22 @@ CLAUSE_VERB_TABLE = """
     forget forgot | vergessen vergiss | vergessen | person relative | zu |
     decide decided | beschließen | beschlossen | person relative | zu |
     hope hoped | hoffen | gehofft | person relative | zu |"""
-# Noun classes narrower than a table of nouns.
+# Noun classes narrower than a table of nouns, or across tables.
 NARROW_CLASSES = {
-    "boat_house": "boat ship house castle bridge hotel shelf",
+    "arriving": "guest tourist",
+    "building": "house hotel castle church museum school theater hospital library restaurant factory",
+    "buildable": "boat ship house castle bridge hotel shelf",
+    "closable": "door window",
+    "cooked": "potato egg sausage rice meat soup",
+    "dog": "dog",
+    "flat": "blanket knife key pencil picture camera gift umbrella",
+    "game": "game",
+    "home": "house apartment hotel castle village city farm",
     "openable": "letter box suitcase bag bottle gift umbrella",
-    "closable": "door window", "cooked": "potato egg sausage rice meat soup",
-    "home": "house apartment hotel castle village city farm", "game_only": "game", "story": "story", "child_animal": "child boy girl dog cat", "dog_only": "dog",
-    "guest_only": "guest tourist", "blanket_knife": "blanket knife key pencil picture camera gift umbrella",
-    "vase_bottle": "vase bottle cup plate basket candle lamp", "building": "house hotel castle church museum school "
-    "theater hospital library restaurant factory", "measure": "cup bottle glass",
-}  # fmt: skip
-
+    "playful": "child boy girl dog cat",
+    "story": "story",
+    "upright": "vase bottle cup plate basket candle lamp",
+}
 
 # can, must and so on: English, whether it is a full verb there (does she want to), German by person, may be negated.
 MODAL_TABLE = """
@@ -293,7 +298,7 @@ MODAL_TABLE = """
     want_to verb will willst will wollen wollen, would_like_to - möchte möchtest möchte möchten möchten,
     will - werde wirst wird werden werden, will - werde wirst wird werden werden"""
 # What the present, the past and the future go with. Digits and number words are added by the grammar.
-TIMES = {
+TIME_TABLES = {
     "present": """
         today heute, every_day jeden_Tag, every_morning jeden_Morgen, in_the_evening am_Abend, this_week diese_Woche,
         in_winter im_Winter, on_the_weekend am_Wochenende, now jetzt, every_week jede_Woche, in_summer im_Sommer,
@@ -321,10 +326,8 @@ MANNERS = """
 VEHICLE_MANNERS = "by_train mit_dem_Zug, by_bus mit_dem_Bus, by_ship mit_dem_Schiff, by_car mit_dem_Auto"
 
 # Words that "my" or "Anna's" suits among those for persons, and relatives one has one of.
-ACQUAINTANCES = (
-    "friend neighbor colleague teacher doctor boss guest lawyer driver gardener student child chef".split()
-)
-SINGLE_RELATIVES = "mother father".split()
+ACQUAINTANCES = "friend neighbor colleague teacher doctor boss guest lawyer driver gardener student child chef"
+SINGLE_RELATIVES = "mother father"
 
 NAMES = "Anna Maria Julia Sophie Laura Emma Peter Paul Thomas Felix Lukas Jonas Martin David Mrs_Weber Mr_Weber"
 # Towns and countries; Switzerland and Turkey keep their article in German.

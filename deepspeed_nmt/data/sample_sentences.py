@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from deepspeed_nmt.data import sample_grammar as g
-from deepspeed_nmt.data.sample_author import (
+from deepspeed_nmt.data.sample_author import ClauseAuthor
+from deepspeed_nmt.data.sample_grammar import NOTHING, Clause, Pair, Phrase, pairs_of, sentence, words
+from deepspeed_nmt.data.sample_words import (
+    ACCUSATIVE,
     ACTION_VERBS,
     ADJECTIVE_POOLS,
+    BE,
     CLAUSE_VERBS_OF,
+    DATIVE,
     GRADABLE_POOLS,
     MOTION_VERBS,
+    NOMINATIVE,
     PAST_VERBS,
     PEOPLE_VERBS,
     PERSON_VERBS,
+    THEY,
     THING_VERBS,
+    THIRD,
     TIMED_VERBS,
-    ClauseAuthor,
+    VERBS,
+    Noun,
+    Verb,
     noun_pool,
-    pairs_of,
 )
-from deepspeed_nmt.data.sample_grammar import NOTHING, Clause, Pair, Phrase, sentence, words
-from deepspeed_nmt.data.sample_words import ACCUSATIVE, BE, DATIVE, NOMINATIVE, THEY, THIRD, VERBS, Noun, Verb
 
 IT_BY_GENDER = ("er", "sie", "es", "sie")
 DESCRIBED = (
@@ -103,7 +110,7 @@ class Author(ClauseAuthor):
         table = self._pick(DESCRIBED)
         noun = self._pick(noun_pool((table,)))
         choice = self._random()
-        if table == "person" and choice < 0.3:
+        if table == "person" and choice > 0.7:
             subject = self._simple_subject()
         else:
             subject = self._noun_phrase(noun, NOMINATIVE)

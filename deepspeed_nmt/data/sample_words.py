@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from deepspeed_nmt.data.sample_lexicon import (
     ACQUAINTANCES,
     ADJECTIVE_TABLE,
+    ADJECTIVES_OF,
     CLAUSE_VERB_TABLE,
     COMPOUNDS,
     MASS_CLASSES,
@@ -43,13 +45,13 @@ class Noun:
     @property
     def countable(self) -> bool:
         """Whether the sample uses its plural."""
-        return self.table not in MASS_CLASSES and self.english not in SINGLE_RELATIVES
+        return self.table not in MASS_CLASSES and self.english not in SINGLE_RELATIVES.split()
 
     @property
     def ownable(self) -> bool:
         """Whether "my" suits it."""
         if self.table == "person":
-            return self.english.split()[-1] in ACQUAINTANCES
+            return self.english.split()[-1] in ACQUAINTANCES.split()
         return self.table not in UNOWNED_CLASSES
 
 
@@ -82,8 +84,8 @@ class Verb:
         perfect: the present of haben or sein, indexed by person.
         reflexive: whether it takes "sich".
         subjects: noun classes.
-        frame: what completes it: "", acc, dat, give, to, far, in, put, lie, price, that, whether, zu, or else a German
-            preposition.
+        frame: what completes it: "", acc, dat, give, to, far, in, put, lie, price, that, whether, zu,
+            or else a German preposition.
         case: the case of the object, or the one the preposition governs.
         objects: noun classes.
         adverbials: letters for what may be added: time, place, manner, with somebody.
@@ -251,3 +253,35 @@ def nouns_of(name: str) -> list[Noun]:
     if name in NARROW_CLASSES:
         return [NOUNS[word] for word in NARROW_CLASSES[name].split()]
     return [noun for noun in NOUNS.values() if noun.table == name]
+
+
+# What to choose from.
+
+PEOPLE = ("person", "relative")
+ADJECTIVE_POOLS = {table: [ADJECTIVES[word] for word in names.split()] for table, names in ADJECTIVES_OF.items()}
+GRADABLE_POOLS = {table: [word for word in pool if word.comparative] for table, pool in ADJECTIVE_POOLS.items()}
+PAST_VERBS = [verb for verb in VERBS if verb.past]
+PERSON_VERBS = [verb for verb in VERBS if "relative" in verb.subjects]
+OBJECT_VERBS = [verb for verb in PERSON_VERBS if verb.frame in ("acc", "dat")]
+THING_VERBS = [verb for verb in OBJECT_VERBS if not set(PEOPLE) & set(verb.objects)]
+PEOPLE_VERBS = [verb for verb in OBJECT_VERBS if "person" in verb.objects]
+MOTION_VERBS = [verb for verb in PERSON_VERBS if verb.frame in ("to", "far")]
+ACTION_VERBS = [verb for verb in PERSON_VERBS if "p" in verb.adverbials]
+SHARED_VERBS = [verb for verb in PERSON_VERBS if "w" in verb.adverbials]
+TIMED_VERBS = [verb for verb in PERSON_VERBS if "t" in verb.adverbials]
+CLAUSE_VERBS_OF = {frame: [v for v in CLAUSE_VERBS if v.frame == frame] for frame in ("that", "whether", "zu")}
+
+
+@cache
+def noun_pool(classes: tuple[str, ...]) -> list[Noun]:
+    """The nouns of some classes; simple ones twice, so that compounds do not crowd them out."""
+    simple = [noun for name in classes for noun in nouns_of(name)]
+    return simple * 2 + [noun for noun in COMPOUND_NOUNS if noun.table in classes]
+
+
+@cache
+def verbs_for(role: str, table: str) -> list[Verb]:
+    """Verbs that take nouns of a class as their "subject" or "object"."""
+    if role == "subject":
+        return [verb for verb in VERBS if table in verb.subjects and verb.frame != "price"]
+    return [verb for verb in OBJECT_VERBS if table in verb.objects]

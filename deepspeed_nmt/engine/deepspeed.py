@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ class DeepSpeedEngine(Engine):
         dummy: Batch,
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
+        # DeepSpeed calls collectives by names that newer torch renames, once per message.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if world.device.type == "cpu":
             # Shared-memory collectives would be compiled here, which needs a compiler and can leave a stale lock.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

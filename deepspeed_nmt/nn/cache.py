@@ -150,8 +150,10 @@ class DecoderCache:
             rows_R: rows of the last step, a sentence's rows adjacent, equally many for each sentence.
             sentences_B: the sentences of the last step that these are, in this order; None: all of them.
         """
+        if self._ancestry.positions == 0:  # Nothing is cached yet.
+            return
         sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
-        assert rows_R.shape[0] % max(1, sentences) == 0, "every sentence has equally many hypotheses"
+        assert rows_R.shape[0] % sentences == 0, "every sentence has equally many hypotheses"
         self._ancestry.select(rows_R, sentences)
         if sentences_B is not None:
             for layer in self.layers:

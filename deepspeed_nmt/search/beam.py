@@ -5,11 +5,11 @@ EOS that ranks among the first K *finishes*; the best K others live on. (Of 2K e
 for each parent, so looking at 2K always leaves K to live.)
 
 A sentence is done as soon as K hypotheses have finished, or at its length limit, where every live hypothesis is
-closed with EOS at the price the model asks for it. So live hypotheses always compete at equal length, without a
-penalty, and finished ones by log-probability divided by the length penalty. Waiting instead until no live hypothesis
-*could* still win would not mean better translations: with a growing penalty that bound is reached late, often at the
-length limit, and what the extra steps find is mostly the model's taste for odd lengths. With this rule a beam of 1
-is exactly greedy decoding, and a sentence's result depends on nothing but the sentence.
+closed with EOS at the price the model asks for it. Live hypotheses therefore always compete at equal length, without
+a penalty, and finished ones by log-probability divided by the length penalty. The alternative, to wait until no live
+hypothesis *could* still win, is not taken: under a penalty that grows with length a live one can win until it is very
+long, so most sentences would run on to their limits. With this rule a beam of 1 is exactly greedy decoding, and a
+sentence's result depends on nothing but the sentence.
 
 Legend: B sentences still searched, S source length, V vocabulary, K beam, W live hypotheses of a sentence (1 before
 the first step, then K), R rows = B x W, C extensions looked at, T target length so far.
@@ -17,6 +17,7 @@ the first step, then K), R rows = B x W, C extensions looked at, T target length
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -32,7 +33,7 @@ from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 _BLOCK = 64
-"""Logits of which only the largest is looked at first; near the best on CPUs for vocabularies of 4k-64k."""
+"""Logits of which only the largest is looked at first."""
 _CACHE_ELEMENTS = 1 << 20
 """Logits whose sums are formed at once on a CPU: 4 MiB."""
 
@@ -85,6 +86,23 @@ class _Live:
     log_prob_BW: Tensor
 
 
+@dataclass(frozen=True)
+class _Extensions:
+    """The best ways to extend the hypotheses of each sentence by a token, best first.
+
+    Attributes:
+        log_prob_BC: of the extended hypothesis, fp32; -inf fills up where fewer exist.
+        parent_BC: which of the sentence's hypotheses is extended, 0..W-1.
+        token_BC: by which token.
+        is_eos_BC: whether that is EOS.
+    """
+
+    log_prob_BC: Tensor
+    parent_BC: Tensor
+    token_BC: Tensor
+    is_eos_BC: Tensor
+
+
 class BeamSearch:
     """Beam search with one model.
 
@@ -123,7 +141,6 @@ class BeamSearch:
         assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
             return []
-        beam, eos = self.config.beam, self.eos
         limits = self._limits(source_BS)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
         numbers = list(range(len(limits)))  # Of the sentences still searched, in the order of the rows.
@@ -135,41 +152,23 @@ class BeamSearch:
         )
         for length in count(1):
             logits_RV = self.model.step(live.tokens_BWT[:, :, -1].flatten(), memory, cache)
-            log_prob_BC, parent_BC, token_BC = self._extensions(
-                live, logits_RV, [limits[number] == length for number in numbers]
-            )
-            is_eos_BC = token_BC == eos
-            ends_BK = is_eos_BC[:, :beam] & log_prob_BC[:, :beam].isfinite()
-            ended = ends_BK.nonzero()  # The one time in a step that the host waits for the device.
-            if ended.shape[0]:
-                sentence_N, rank_N = ended.unbind(1)
-                prefix_NT = live.tokens_BWT[sentence_N, parent_BC[sentence_N, rank_N], 1:]
-                penalty = self.penalty(length)
-                for sentence, tokens, log_prob in zip(
-                    sentence_N.tolist(), prefix_NT.tolist(), log_prob_BC[sentence_N, rank_N].tolist(), strict=True
-                ):
-                    finished[numbers[sentence]].append(Hypothesis(tokens, log_prob / penalty, log_prob))
+            extensions = self._extend(live, logits_RV, [limits[number] == length for number in numbers])
+            for row, hypothesis in self._ended(live, extensions, length):
+                finished[numbers[row]].append(hypothesis)
             kept = [
-                row for row, number in enumerate(numbers) if limits[number] > length and len(finished[number]) < beam
+                row
+                for row, number in enumerate(numbers)
+                if limits[number] > length and len(finished[number]) < self.config.beam
             ]
             if not kept:
                 break
-            # Stable for equal scores, so that the order of extensions is kept.
-            log_prob_BK, order_BK = log_prob_BC.masked_fill(is_eos_BC, -torch.inf).topk(beam, dim=1)
-            parent_BK, token_BK = parent_BC.gather(1, order_BK), token_BC.gather(1, order_BK)
             kept_B: Tensor | None = None
-            first_row_B = torch.arange(len(numbers), device=source_BS.device) * live.tokens_BWT.shape[1]
             if len(kept) < len(numbers):
                 numbers = [numbers[row] for row in kept]
                 kept_B = torch.tensor(kept, device=source_BS.device)
                 memory = memory.select(kept_B)
-                first_row_B, parent_BK, token_BK, log_prob_BK = (
-                    x.index_select(0, kept_B) for x in (first_row_B, parent_BK, token_BK, log_prob_BK)
-                )
-            rows_R = (first_row_B.unsqueeze(1) + parent_BK).flatten()
+            live, rows_R = self._survivors(live, extensions, kept_B)
             cache.select(rows_R, kept_B)
-            tokens_RT = live.tokens_BWT.flatten(0, 1).index_select(0, rows_R)
-            live = _Live(torch.cat([tokens_RT.view(*token_BK.shape, -1), token_BK.unsqueeze(2)], dim=2), log_prob_BK)
         return [self._best(hypotheses) for hypotheses in finished]
 
     def _limits(self, source_BS: Tensor) -> list[int]:
@@ -178,14 +177,11 @@ class BeamSearch:
         config = self.config
         return [max(1, int(config.max_length_ratio * length) + config.max_length_extra) for length in lengths]
 
-    def _extensions(self, live: _Live, logits_RV: Tensor, closing: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        """The best 2K ways to extend the hypotheses of each sentence, best first.
+    def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool]) -> _Extensions:
+        """The best 2K extensions of each sentence. Overwrites the logits.
 
         Args:
             closing: for each sentence, whether only EOS may follow.
-
-        Returns:
-            Log-probability, parent (0..W-1) and token of each; -inf fills up where fewer exist. Shape: (B,2K) each
         """
         sentences, width = live.log_prob_BW.shape
         wanted = 2 * self.config.beam
@@ -210,7 +206,36 @@ class BeamSearch:
             token_BN = F.pad(token_BN, (0, missing), value=self.eos)
         log_prob_BC, index_BC = log_prob_BN.topk(wanted, dim=1)
         parent_BC = (index_BC // each).clamp_(max=width - 1)  # What fills up has no parent.
-        return log_prob_BC, parent_BC, token_BN.gather(1, index_BC)
+        token_BC = token_BN.gather(1, index_BC)
+        return _Extensions(log_prob_BC, parent_BC, token_BC, token_BC == self.eos)
+
+    def _ended(self, live: _Live, extensions: _Extensions, length: int) -> Iterator[tuple[int, Hypothesis]]:
+        """The hypotheses that this step finishes, with the row of their sentence."""
+        log_prob_BK = extensions.log_prob_BC[:, : self.config.beam]
+        ends_BK = extensions.is_eos_BC[:, : self.config.beam] & log_prob_BK.isfinite()
+        # In most steps this is the one time that the host waits for the device.
+        sentence_N, rank_N = ends_BK.nonzero(as_tuple=True)
+        if sentence_N.shape[0] == 0:
+            return
+        tokens_NT = live.tokens_BWT[sentence_N, extensions.parent_BC[sentence_N, rank_N], 1:]
+        log_prob_N = log_prob_BK[sentence_N, rank_N]
+        penalty = self.penalty(length)
+        for row, tokens, log_prob in zip(sentence_N.tolist(), tokens_NT.tolist(), log_prob_N.tolist(), strict=True):
+            yield row, Hypothesis(tokens, log_prob / penalty, log_prob)
+
+    def _survivors(self, live: _Live, extensions: _Extensions, kept_B: Tensor | None) -> tuple[_Live, Tensor]:
+        """The best K unfinished extensions of the sentences ``kept_B`` (None: all), and which rows they continue."""
+        open_BC = extensions.log_prob_BC.masked_fill(extensions.is_eos_BC, -torch.inf)
+        log_prob_BK, order_BK = open_BC.topk(self.config.beam, dim=1)
+        token_BK = extensions.token_BC.gather(1, order_BK)
+        sentences, width, _ = live.tokens_BWT.shape
+        first_row_B1 = torch.arange(sentences, device=order_BK.device).unsqueeze(1) * width
+        row_BK = first_row_B1 + extensions.parent_BC.gather(1, order_BK)
+        if kept_B is not None:
+            log_prob_BK, token_BK, row_BK = (x.index_select(0, kept_B) for x in (log_prob_BK, token_BK, row_BK))
+        tokens_BKT = live.tokens_BWT.flatten(0, 1)[row_BK]
+        tokens_BKT = torch.cat([tokens_BKT, token_BK.unsqueeze(2)], dim=2)
+        return _Live(tokens_BKT, log_prob_BK), row_BK.flatten()
 
     def _best(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
         if not hypotheses:
@@ -237,7 +262,7 @@ def _top(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest entries of each row and where they are, in no particular order.
 
     The ``k`` blocks with the largest maxima hold them all, so only those blocks (and what the last whole block leaves
-    over) are searched: on CPUs two to three times as fast as searching whole rows.
+    over) are searched: on a CPU with V = 10,000 twice as fast as searching whole rows.
 
     Shape: (R,V) -> (R,k), (R,k)
     """

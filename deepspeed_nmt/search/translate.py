@@ -38,11 +38,11 @@ class Tokenizer(Protocol):
         """The end-of-sentence token."""
         ...
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, /) -> list[int]:
         """The tokens of a sentence, without BOS and EOS."""
         ...
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, tokens: list[int], /) -> str:
         """The sentence of tokens."""
         ...
 

@@ -59,7 +59,9 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
         settings = EngineConfig(name="plain", precision=precision or "fp32", device="cpu")
     else:
         ds = Path(sys.argv[2]).with_name(f"{name}.json")
-        content: dict[str, Any] = {"zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}}
+        content: dict[str, Any] = {
+            "zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
+        }
         if precision == "fp16":
             content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
         if world.is_main:

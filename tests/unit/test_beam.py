@@ -1,0 +1,326 @@
+"""Beam search: exact where it must be, the same whatever the batch, and no work for what is done."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.methods import build_transformer
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.embedding import Projection
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis, _log_sum_exp, _top
+from deepspeed_nmt.search.length_penalty import LengthPenalty
+
+PAD, BOS, EOS = 0, 1, 2
+SEEDS = [1, 2, 3]
+
+
+def transformer(seed: int, vocab_size: int = 24, sharpness: float = 3.0) -> TranslationModel:
+    """A random Transformer whose predictions are far from uniform and depend on the source."""
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=3, share_embeddings="none", dropout=0.3
+    )
+    model = build_transformer(config, vocab_size, PAD)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "cross_attention" in name:
+                parameter.mul_(2.0)
+        model.projection.weight.mul_(sharpness)
+    return model.eval()
+
+
+def sources(seed: int, lengths: list[int], vocab_size: int = 24) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[*torch.randint(3, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+
+
+def beam_search(model: TranslationModel, **settings: object) -> BeamSearch:
+    return BeamSearch(model, BOS, EOS, PAD, BeamConfig.model_validate(settings))
+
+
+def log_probs(model: TranslationModel, source: list[int], prefix: list[int]) -> Tensor:
+    """log p(next token | source, prefix) without any cache. Shape: -> (V,)"""
+    memory = model.encode(torch.tensor([source]))
+    states = model.decode(torch.tensor([[BOS, *prefix]]), memory)[TOP]
+    result: Tensor = model.projection(states[0, -1]).float().log_softmax(dim=0)
+    return result
+
+
+def teacher_forced(model: TranslationModel, source: list[int], tokens: list[int]) -> float:
+    """log p(tokens EOS | source) in one uncached pass."""
+    states = model.decode(torch.tensor([[BOS, *tokens]]), model.encode(torch.tensor([source])))[TOP]
+    rows = model.projection(states[0]).float().log_softmax(dim=1)
+    return float(rows.gather(1, torch.tensor([[*tokens, EOS]]).T).sum())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("penalty", ["gnmt:0.6", "none", "mean"])
+def test_a_wide_beam_finds_what_exhaustive_search_finds(seed: int, penalty: str) -> None:
+    model, (source,) = transformer(seed, vocab_size=6), sources(seed, [5], vocab_size=6)
+    limit = 4  # Tokens with EOS: 1 + 3 + 9 + 27 translations of the three words.
+    divide_by = LengthPenalty.parse(penalty)
+    expected = []
+    with torch.no_grad():
+        for length in range(limit):
+            for words in product(range(3, 6), repeat=length):
+                log_prob = teacher_forced(model, source, list(words))
+                expected.append((log_prob / divide_by(length + 1), list(words)))
+    expected.sort(reverse=True)
+    search = beam_search(model, beam=6**limit, length_penalty=penalty, max_length_ratio=0, max_length_extra=limit)
+    (found,) = search.search(torch.tensor([source]))
+    assert [hypothesis.tokens for hypothesis in found] == [words for _, words in expected]
+    assert [hypothesis.score for hypothesis in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_beam_1_is_greedy(seed: int) -> None:
+    model, rows = transformer(seed), sources(seed, [3, 9, 6, 2, 12, 7])
+    found = beam_search(model, beam=1, max_length_ratio=1.5, max_length_extra=3).search(padded(rows))
+    by_length = set()
+    for row, hypotheses in zip(rows, found, strict=True):
+        limit, tokens, total = int(1.5 * len(row)) + 3, [], 0.0
+        with torch.no_grad():
+            while True:
+                scores = log_probs(model, row, tokens)
+                allowed = scores.index_fill(0, torch.tensor([PAD, BOS]), -torch.inf)
+                token = int(allowed.argmax()) if len(tokens) + 1 < limit else EOS
+                total += float(scores[token])
+                if token == EOS:
+                    break
+                tokens.append(token)
+        assert [hypothesis.tokens for hypothesis in hypotheses] == [tokens]
+        assert hypotheses[0].log_prob == pytest.approx(total, abs=1e-4)
+        by_length.add(len(tokens))
+    assert len(by_length) > 1, "a model whose translations are all alike tests nothing"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cached_scores_are_those_of_teacher_forcing(seed: int) -> None:
+    model, rows = transformer(seed), sources(seed, [4, 11, 7, 5])
+    search = beam_search(model, beam=5, length_penalty="gnmt:0.6")
+    penalty = LengthPenalty.parse("gnmt:0.6")
+    with torch.no_grad():
+        for row, hypotheses in zip(rows, search.search(padded(rows)), strict=True):
+            for hypothesis in hypotheses:
+                log_prob = teacher_forced(model, row, hypothesis.tokens)
+                assert hypothesis.log_prob == pytest.approx(log_prob, abs=1e-4)
+                assert hypothesis.score == pytest.approx(log_prob / penalty(len(hypothesis.tokens) + 1), abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_sentence_is_translated_the_same_in_any_batch(seed: int, beam: int) -> None:
+    model, rows = transformer(seed), sources(seed, [13, 2, 7, 7, 1, 5, 10, 3])
+    search = beam_search(model, beam=beam)
+    together = search.search(padded(rows))
+    for row, hypotheses in zip(rows, together, strict=True):
+        (alone,) = search.search(torch.tensor([row]), padded=False)
+        assert [hypothesis.tokens for hypothesis in alone] == [hypothesis.tokens for hypothesis in hypotheses]
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert [hypothesis.score for hypothesis in alone] == pytest.approx(scores, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_hypotheses_are_sorted_distinct_and_within_bounds(seed: int) -> None:
+    model, rows = transformer(seed, sharpness=1.0), sources(seed, [3, 8, 5])
+    with torch.no_grad():
+        # Not probable, but certain: a search that does not forbid them would predict nothing else.
+        special = model.projection.weight[3:].abs().sum(dim=0) * 2
+        model.projection.weight[PAD] = special
+        model.projection.weight[BOS] = -special
+    settings = {"beam": 6, "max_length_ratio": 1.0, "max_length_extra": 2}
+    for row, hypotheses in zip(rows, beam_search(model, **settings).search(padded(rows)), strict=True):
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        assert len(hypotheses) == 6
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(hypothesis.tokens) for hypothesis in hypotheses}) == 6
+        for hypothesis in hypotheses:
+            assert len(hypothesis.tokens) + 1 <= len(row) + 2
+            assert not {PAD, BOS, EOS} & set(hypothesis.tokens)
+
+
+def test_finished_sentences_leave_and_cross_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = transformer(1), sources(1, [2, 9, 4, 6, 3, 12])
+    step, seen = model.step, []
+
+    def spy(tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        logits: Tensor = step(tokens_R, memory, cache)
+        crosses = {layer.cross.keys.shape[0] for layer in cache.layers if layer.cross is not None}
+        assert crosses == {memory.states_BSD.shape[0]}
+        seen.append((tokens_R.shape[0], memory.states_BSD.shape[0]))
+        return logits
+
+    monkeypatch.setattr(model, "step", spy)
+    greedy = beam_search(model, beam=1).search(padded(rows))
+    lengths = [len(hypotheses[0].tokens) + 1 for hypotheses in greedy]
+    assert [count for count, _ in seen] == [sum(n >= t for n in lengths) for t in range(1, max(lengths) + 1)]
+    assert len(set(lengths)) > 2
+
+    seen.clear()
+    beam_search(model, beam=3, max_length_ratio=1.0, max_length_extra=0).search(padded(rows))
+    assert seen[0] == (6, 6)
+    assert all(count == 3 * sentences for count, sentences in seen[1:])
+    assert len(seen) <= 12
+    assert seen[-1][1] < 6
+
+
+class Bigram(TranslationModel):
+    """p(next token | last token) from a table, whatever the source."""
+
+    def __init__(self, table: dict[int, dict[int, float]]) -> None:
+        super().__init__()
+        self.vocab_size, self.pad = 5, PAD
+        self.projection = Projection(torch.nn.Parameter(torch.empty(5, 1)))
+        self.logits_VV = torch.full((5, 5), -1e4)
+        for last, following in table.items():
+            self.logits_VV[last] = -torch.inf
+            for token, probability in following.items():
+                self.logits_VV[last, token] = math.log(probability)
+
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        return Memory(source_BS.unsqueeze(2).float(), None)
+
+    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def begin(self) -> DecoderCache:
+        return DecoderCache(0)
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        return self.logits_VV[tokens_R]
+
+
+A, B = 3, 4
+TABLE = {
+    BOS: {A: 0.5, B: 0.4, EOS: 0.1},
+    A: {EOS: 0.6, A: 0.3, B: 0.1},
+    B: {EOS: 0.9, A: 0.06, B: 0.04},
+}
+
+
+def found(hypotheses: list[Hypothesis]) -> list[tuple[list[int], float]]:
+    return [(hypothesis.tokens, round(math.exp(hypothesis.log_prob), 4)) for hypothesis in hypotheses]
+
+
+@pytest.mark.parametrize(
+    ("beam", "limit", "expected"),
+    [
+        # EOS is third at the first step, so nothing finishes; then both hypotheses do, and that is all.
+        (2, 9, [([B], 0.36), ([A], 0.3)]),
+        (1, 9, [([A], 0.3)]),
+        # Closed by force: at the model's price for EOS.
+        (1, 1, [([], 0.1)]),
+        (3, 2, [([B], 0.36), ([A], 0.3), ([], 0.1)]),
+        # Third place of the second step is A A (0.15): it lives on while B and A finish.
+        (4, 3, [([B], 0.36), ([A], 0.3), ([], 0.1), ([A, A], 0.09)]),
+    ],
+)
+def test_by_hand(beam: int, limit: int, expected: list[tuple[list[int], float]]) -> None:
+    search = beam_search(
+        Bigram(TABLE).eval(), beam=beam, length_penalty="none", max_length_ratio=0.0, max_length_extra=limit
+    )
+    both = search.search(torch.tensor([[A, EOS], [B, EOS]]))
+    assert [found(hypotheses) for hypotheses in both] == [expected, expected]
+
+
+def test_what_finishes_leaves_a_full_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+    likely_end = {EOS: 0.6, A: 0.2, B: 0.2}
+    model, tokens = Bigram({BOS: {A: 0.6, B: 0.4}, A: likely_end, B: likely_end}).eval(), []
+    step = model.step
+
+    def spy(tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        tokens.append(tokens_R.tolist())
+        return step(tokens_R, memory, cache)
+
+    monkeypatch.setattr(model, "step", spy)
+    beam_search(model, beam=3).search(torch.tensor([[A, EOS]]))
+    # Both hypotheses finish at the second step; of their other four extensions three live on.
+    assert tokens[0] == [BOS]
+    assert len(tokens[2]) == 3
+    assert set(tokens[2]) <= {A, B}
+
+
+def test_the_penalty_decides_between_lengths() -> None:
+    table = {BOS: {A: 0.6, EOS: 0.4}, A: {A: 0.3, EOS: 0.7}}
+
+    def best(penalty: str) -> list[int]:
+        search = beam_search(
+            Bigram(table).eval(), beam=4, length_penalty=penalty, max_length_ratio=0.0, max_length_extra=3
+        )
+        return search.search(torch.tensor([[EOS]]))[0][0].tokens
+
+    # p: EOS 0.4, A EOS 0.42, A A EOS 0.126. Means: -0.916, -0.434, -0.690.
+    assert best("none") == [A]
+    assert best("mean") == [A]
+    # log p / n^2: -0.916, -0.217, -0.230; / n^3: -0.916, -0.108, -0.077.
+    assert best("power:2") == [A]
+    assert best("power:3") == [A, A]
+
+
+def test_training_goes_on_after_a_search() -> None:
+    model, rows = transformer(1), padded(sources(1, [3, 5]))
+    beam_search(model, beam=2).search(rows)
+    model.train()
+    targets = torch.tensor([[5, 6, EOS], [7, 8, EOS]])
+    batch = Batch(
+        source_BS=rows,
+        target_input_BT=torch.tensor([[BOS, 5, 6], [BOS, 7, 8]]),
+        target_output_BT=targets,
+        sentence_ids_B=torch.arange(2),
+        target_tokens=6,
+        source_tokens=8,
+        pad=PAD,
+    )
+    LabelSmoothed(0.1, PAD)(model, batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(AssertionError, match=r"model\.eval"):
+        beam_search(model).search(rows)
+
+
+def test_no_sentences_no_work() -> None:
+    assert beam_search(transformer(1)).search(torch.empty(0, 4, dtype=torch.long)) == []
+
+
+def test_a_damaged_model_is_named() -> None:
+    model = transformer(1)
+    with torch.no_grad():
+        model.projection.weight.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="NaN"):
+        beam_search(model).search(torch.tensor([[5, 6, EOS]]))
+
+
+@pytest.mark.parametrize("vocab_size", [50, 64 * 80, 64 * 80 + 17])
+def test_the_vocabulary_is_searched_whole(vocab_size: int) -> None:
+    torch.manual_seed(vocab_size)
+    logits_RV = torch.randn(300, vocab_size)
+    logits_RV[:40, -12:] += 10.0  # The winners in what the whole blocks leave over.
+    values, indices = _top(logits_RV, 10)
+    expected = logits_RV.topk(10, dim=1)
+    assert torch.equal(values.sort(dim=1, descending=True).values, expected.values)
+    assert torch.equal(logits_RV.gather(1, indices), values)
+    torch.testing.assert_close(_log_sum_exp(logits_RV), logits_RV.logsumexp(dim=1, keepdim=True))
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValidationError, match="gnmt:A or power:A"):
+        BeamConfig(length_penalty="gmnt:0.6")
+    with pytest.raises(ValidationError, match="beam"):
+        BeamConfig(beam=0)
+    assert isinstance(SEARCHES["beam"].build(transformer(1), BOS, EOS, PAD, SEARCHES["beam"].config()), BeamSearch)

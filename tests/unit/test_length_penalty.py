@@ -1,0 +1,48 @@
+"""Length penalties: the formulas by hand, and refusals that say what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.search.length_penalty import LengthPenalty
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "expected"),
+    [
+        ("gnmt:1", 7, 2.0),
+        ("gnmt:0.5", 19, 2.0),
+        ("gnmt:.5", 1, 1.0),
+        ("gnmt:0", 30, 1.0),
+        ("power:2", 3, 9.0),
+        ("power:0.5", 16, 4.0),
+        ("power:0", 16, 1.0),
+        ("mean", 11, 11.0),
+        ("none", 11, 1.0),
+    ],
+)
+def test_formulas(text: str, length: int, expected: float) -> None:
+    assert LengthPenalty.parse(text)(length) == pytest.approx(expected, abs=1e-12)
+
+
+def test_mean_is_power_1_and_none_is_power_0() -> None:
+    assert LengthPenalty.parse("mean") == LengthPenalty.parse("power:1")
+    assert LengthPenalty.parse("none") == LengthPenalty.parse("power:0")
+
+
+def test_the_largest_exponent_does_not_overflow() -> None:
+    assert math.isfinite(LengthPenalty.parse("power:10")(100_000))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gnmt", "gnmt:", "power:-1", "power:nan", "gnmt:1e3", "gnmt:11", "mean:2", "None", "wu:0.6"]
+)
+def test_refusals_say_what_is_allowed(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LengthPenalty.parse(text)
+    message = str(error.value)
+    assert f"'{text}'" in message
+    assert all(name in message for name in ("gnmt:A", "power:A", "mean", "none"))

@@ -1,0 +1,169 @@
+"""Translation of a stream: in order, in bounded memory, nothing lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods import build_transformer
+from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
+
+
+class Letters:
+    """Tokens 4... are the letters of the alphabet."""
+
+    pad, unk, bos, eos = 0, 1, 2, 3
+
+    def encode(self, text: str) -> list[int]:
+        assert "\n" not in text
+        return [4 + ord(letter) - ord("a") for letter in text.strip()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token - 4) if token > 3 else "?" for token in ids)
+
+
+@pytest.fixture(scope="module")
+def model() -> TranslationModel:
+    torch.manual_seed(5)
+    config = TransformerConfig(
+        dim=32, ffn_dim=32, heads=4, encoder_layers=2, decoder_layers=2, share_embeddings="none"
+    )
+    model = build_transformer(config, 30, Letters.pad)
+    with torch.no_grad():
+        model.projection.weight.mul_(3.0)
+        for name, parameter in model.named_parameters():
+            if "cross_attention" in name:
+                parameter.mul_(3.0)
+    return model.eval()
+
+
+@pytest.fixture
+def shapes(model: TranslationModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Shapes of the batches that are encoded from now on."""
+    encode, seen = model.encode, []
+
+    def spy(source_BS: Tensor, padded: bool = True) -> Memory:
+        assert padded == bool(source_BS.eq(Letters.pad).any())
+        seen.append(tuple(source_BS.shape))
+        memory: Memory = encode(source_BS, padded)
+        return memory
+
+    monkeypatch.setattr(model, "encode", spy)
+    return seen
+
+
+CONFIG = BeamConfig(beam=3)
+LINES = ["hello", "a", "translation", "", "deep", "zz", "somewhat longer".replace(" ", ""), "   ", "b", "model", "x"]
+
+
+def same(left: list[Translation], right: list[Translation]) -> bool:
+    return [t.tokens for t in left] == [t.tokens for t in right] and all(
+        abs(a.score - b.score) < 1e-4 for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 4), (20, 100), (1000, 3), (1000, 100)])
+def test_order_is_kept_whatever_the_batches(model: TranslationModel, max_tokens: int, buffer_lines: int) -> None:
+    alone = [next(translate_lines(model, Letters(), [line], CONFIG, nbest=3)) for line in LINES]
+    assert len({translations[0].text for translations in alone}) >= 8, "alike translations would show no order"
+    with_ends = [line + "\n" for line in LINES]
+    together = list(translate_lines(model, Letters(), with_ends, CONFIG, max_tokens, buffer_lines, nbest=3))
+    assert len(together) == len(LINES)
+    assert all(map(same, together, alone))
+    for line, translations in zip(LINES, together, strict=True):
+        assert all(translation.text == Letters().decode(translation.tokens) for translation in translations)
+        assert len(translations) == 3 if line.strip() else translations == [Translation("", 0.0, [])]
+
+
+def test_batches_are_bounded_and_alike(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
+    lines = ["a" * (1 + 7 * number % 20) for number in range(100)]
+    list(translate_lines(model, Letters(), lines, CONFIG, max_tokens=64, buffer_lines=1000))
+    assert sum(rows for rows, _ in shapes) == 100
+    assert all(rows * longest <= 64 for rows, longest in shapes)
+    assert [longest for _, longest in shapes] == sorted((longest for _, longest in shapes), reverse=True)
+    true_tokens = sum(len(line) + 1 for line in lines)
+    assert sum(rows * longest for rows, longest in shapes) < 1.15 * true_tokens
+
+
+def test_lines_are_read_as_they_are_needed(model: TranslationModel) -> None:
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield "abc"
+
+    translations = translate_lines(model, Letters(), endless(), CONFIG, buffer_lines=4)
+    assert read == 0
+    next(translations)
+    assert read == 4
+    for _ in range(3):
+        next(translations)
+    assert read == 4
+    next(translations)
+    assert read == 8
+
+
+def test_empty_lines_do_not_reach_the_model(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
+    translations = list(translate_lines(model, Letters(), ["", "\n", "  \r\n"], CONFIG, nbest=3))
+    assert translations == [[Translation("", 0.0, [])]] * 3
+    assert list(translate_lines(model, Letters(), [], CONFIG)) == []
+    assert shapes == []
+
+
+def test_a_line_over_the_bound_is_translated_alone_with_a_remark(
+    model: TranslationModel,
+    shapes: list[tuple[int, int]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
+    lines = ["ab", "cd", "e" * 300, "fg"]
+    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
+        translations = list(translate_lines(model, Letters(), lines, CONFIG, max_tokens=12, buffer_lines=2))
+    assert len(translations) == 4
+    assert shapes == [(2, 3), (1, 301), (1, 3)]
+    assert len(caplog.messages) == 1
+    assert "line 3 has 301 tokens" in caplog.messages[0]
+
+
+def test_nbest(model: TranslationModel) -> None:
+    (translations,) = translate_lines(model, Letters(), ["hello"], CONFIG, nbest=3)
+    assert len({tuple(translation.tokens) for translation in translations}) == 3
+    scores = [translation.score for translation in translations]
+    assert scores == sorted(scores, reverse=True)
+    (best,) = next(translate_lines(model, Letters(), ["hello"], CONFIG))
+    assert best.tokens == translations[0].tokens
+
+
+def test_wrong_numbers_are_reported_together_before_anything_is_read(model: TranslationModel) -> None:
+    lines = iter(["a"])
+    with pytest.raises(ConfigError) as error:
+        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4)
+    assert len(error.value.problems) == 3
+    assert "raise the beam to 4" in str(error.value)
+    assert list(lines) == ["a"]
+
+
+def test_pad_sources() -> None:
+    source_BS, padded = pad_sources([[5, 6, 3], [7, 3]], 0, "cpu")
+    assert source_BS.tolist() == [[5, 6, 3], [7, 3, 0]]
+    assert source_BS.dtype == torch.long
+    assert padded
+    assert pad_sources([[5, 3], [7, 3]], 0, "cpu")[1] is False
+
+
+def test_length_buckets_take_every_sentence_once() -> None:
+    lengths = [3, 50, 4, 4, 9, 1]
+    buckets = list(length_buckets(lengths, 12))
+    assert buckets == [[1], [4], [2, 3, 0], [5]]
+    assert list(length_buckets([], 12)) == []
