@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _BLOCK_BYTES = 1 << 20
 
@@ -17,6 +19,14 @@ def sha256_of(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def text_lines(stream: BinaryIO) -> Iterator[str]:
+    """Lines of UTF-8 text as they come, without their ends. Only line feeds end a line: other characters that
+    Unicode calls line breaks are part of the text. Bytes that are not UTF-8 become U+FFFD, so no line is lost.
+    """
+    for line in stream:
+        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
 
 def sync_directory(path: Path) -> None:

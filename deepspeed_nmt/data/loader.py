@@ -168,14 +168,18 @@ class Prefetcher(Generic[T]):
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True, name="prefetch")
         self._thread.start()
 
-    def __iter__(self) -> Iterator[T]:
-        while True:
-            item, error = self._queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
+    def next(self) -> T:
+        """The next item, waiting for it if need be.
+
+        Raises:
+            StopIteration: when the iterator has ended.
+        """
+        item, error = self._queue.get()
+        if error is not None:
+            raise error
+        if item is None:
+            raise StopIteration
+        return item
 
     def close(self) -> None:
         """Stop the thread; what it had ready is dropped."""

@@ -103,7 +103,8 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
 
     Turning round at each target length keeps neighbours alike in *both* lengths.
     """
-    return np.lexsort((np.where(target % 2 == 0, source, -source), target))
+    order: Indices = np.lexsort((np.where(target % 2 == 0, source, -source), target))
+    return order
 
 
 def cut_update(
@@ -176,7 +177,8 @@ def _greedy_cut(s: Indices, t: Indices, budget: int, groups: int) -> Indices | N
 def _padded(s: Indices, t: Indices, bounds: Indices) -> Indices:
     """rows x max(longest source, longest target) of each group."""
     longest = np.maximum(np.maximum.reduceat(s, bounds[:-1]), np.maximum.reduceat(t, bounds[:-1]))
-    return longest * np.diff(bounds)
+    sizes: Indices = longest * np.diff(bounds)
+    return sizes
 
 
 def _padding(s: Indices, t: Indices, bounds: Indices) -> float:

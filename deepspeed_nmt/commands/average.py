@@ -1,0 +1,34 @@
+"""Average the weights of a run's last checkpoints; translate with it by --checkpoint average."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepspeed_nmt.errors import CheckpointError
+
+HELP = "average a run's last checkpoints"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
+    parser.add_argument("--last", type=int, required=True, metavar="N", help="how many of the newest checkpoints")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Average."""
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.runs import Run
+
+    store = Run.open(arguments.run).checkpoints
+    names = store.names()
+    if not 1 <= arguments.last <= len(names):
+        raise CheckpointError(
+            f"--last must be between 1 and the {len(names)} checkpoints that {arguments.run} keeps, but is "
+            f"{arguments.last}; keep more with training.keep_last"
+        )
+    chosen = names[-arguments.last :]
+    path = store.save_average([store.directory / name for name in chosen])
+    output(f"{path}: average of {', '.join(chosen)}")
+    return 0

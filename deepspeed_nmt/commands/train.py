@@ -1,0 +1,129 @@
+"""Train a model, or go on with a run that was stopped.
+
+Runs under plain `python`, `torchrun`, `srun`, and the `deepspeed` launcher, on GPUs or CPU ranks:
+
+    deepspeed-nmt train --recipe transformer_base --data DATA --run RUN
+    deepspeed --num_gpus 8 --module deepspeed_nmt train --recipe transformer_big --data DATA --run RUN
+
+Settings are given as section.key=value, for example batch.micro_tokens=8192 optimizer.lr=1e-3. Starting it again on
+the same run directory resumes the run. It exits with 75 when a signal stopped it: start it again to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepspeed_nmt.errors import EXIT_STOPPED
+
+HELP = "train a model, or go on with a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--recipe", metavar="NAME", help="a named experiment to start from")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with settings, on top of the recipe")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="made by `prepare`")
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="where the run is kept")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of everything")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train."""
+    import torch
+
+    from deepspeed_nmt.commands.validation import ModelValidator
+    from deepspeed_nmt.config import load_config
+    from deepspeed_nmt.console import logger, setup_logging
+    from deepspeed_nmt.core.objective import TrainModule
+    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.loader import TrainLoader, collate
+    from deepspeed_nmt.engine import build_engine
+    from deepspeed_nmt.parallel.collectives import barrier
+    from deepspeed_nmt.parallel.world import join_world, leave_world
+    from deepspeed_nmt.runs import CHECKPOINTS, CONFIG_FILE, begin, build_model, build_objective, load_weights
+    from deepspeed_nmt.search import SearchConfig
+    from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+    from deepspeed_nmt.train.loop import train
+    from deepspeed_nmt.train.metrics import Metrics
+    from deepspeed_nmt.train.optimizer import build_optimizer
+    from deepspeed_nmt.train.signals import StopRequest
+
+    base = arguments.config
+    resumed_config = arguments.run / CONFIG_FILE
+    if arguments.recipe is None and base is None and resumed_config.is_file():
+        base = resumed_config  # `train --run RUN` alone goes on as it was
+    config = load_config(arguments.recipe, base, arguments.settings)
+    data = DataDirectory.open(arguments.data)
+
+    world = join_world(config.engine.device, config.engine.timeout_s)
+    setup_logging(world.rank)
+    torch.use_deterministic_algorithms(config.engine.deterministic)
+    try:
+        if world.is_main:
+            begin(arguments.run, config, data)
+        barrier(world)
+        with StopRequest() as stop:
+            tokenizer = data.tokenizer()
+            store = CheckpointStore(arguments.run / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
+            checkpoint = store.newest()
+            progress = checkpoint.progress if checkpoint is not None else Progress()
+            specials = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
+            corpus = data.corpus("train")
+            loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, *specials)
+            model = build_model(config, tokenizer.size, tokenizer.pad)
+            copy = build_model(config, tokenizer.size, tokenizer.pad)
+            if checkpoint is not None:
+                load_weights(model, checkpoint)
+            objective = build_objective(config, tokenizer.pad)
+            module = TrainModule(model, objective)
+            optimizer = build_optimizer(config.optimizer, module.to(world.device))
+            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), *specials)
+            engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
+            logger.info(
+                "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
+                f"{sum(p.numel() for p in copy.parameters()):,}",
+                f"{len(corpus):,}",
+                loader.updates_per_epoch(),
+                world.ranks,
+                world.device.type,
+                type(engine).__name__,
+            )
+            if checkpoint is not None:
+                engine.restore(checkpoint, checkpoint.scalars)
+                logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+            assert isinstance(config.search, SearchConfig)
+            validator = ModelValidator(copy, objective, data, config.validation, config.search, config.batch, world)
+            with Metrics(arguments.run, world.is_main, progress.update, config.training.max_updates) as metrics:
+                progress = train(
+                    config.training,
+                    config.optimizer,
+                    config.schedule,
+                    engine,
+                    loader,
+                    validator,
+                    store,
+                    metrics,
+                    world,
+                    stop,
+                    progress,
+                )
+            engine.close()
+            if stop:
+                logger.info(
+                    "stopped by %s after update %d, saved; start the same command again to go on",
+                    stop.signal_name,
+                    progress.update,
+                )
+                return EXIT_STOPPED
+            best = "" if progress.best_score is None else f", best validation score {progress.best_score:.2f}"
+            logger.info(
+                "done: %d updates, %s target tokens%s (update %d)",
+                progress.update,
+                f"{progress.target_tokens:,}",
+                best,
+                progress.best_update,
+            )
+            return 0
+    finally:
+        leave_world()

@@ -1,0 +1,100 @@
+"""Translate a file, one sentence a line, with a trained run.
+
+    deepspeed-nmt translate --run RUN --input test.en --output test.hyp
+
+Memory stays bounded on files of any length. An empty line gives an empty line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_nmt.errors import ConfigError
+
+HELP = "translate text with a trained run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
+    parser.add_argument("--checkpoint", default="best", metavar="C", help="best, last, average, or a path [best]")
+    parser.add_argument("--input", required=True, metavar="F", help="source text; - for standard input")
+    parser.add_argument("--output", required=True, metavar="F", help="where translations go; - for standard output")
+    parser.add_argument("--beam", type=int, metavar="K", help="hypotheses kept [the run's search.beam]")
+    parser.add_argument("--length-penalty", metavar="P", help="gnmt:A, power:A, mean or none [the run's]")
+    parser.add_argument("--nbest", type=int, default=1, metavar="N", help="write N translations a line, with scores")
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, metavar="N", help="sentences x longest source at once"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Translate."""
+    import torch
+
+    from deepspeed_nmt.console import progress
+    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.search import SEARCHES, SearchConfig
+    from deepspeed_nmt.search.translate import translate_lines
+
+    opened = Run.open(arguments.run)
+    source = None if arguments.input == "-" else Path(arguments.input)
+    if source is not None and not source.is_file():
+        raise ConfigError(f"--input must be a text file, but {source} does not exist")
+    given = {"beam": arguments.beam, "length_penalty": arguments.length_penalty}
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = {**opened.config.search.model_dump(), **changes}
+    search = _checked(SEARCHES[settings["name"]].config, settings)
+    assert isinstance(search, SearchConfig)
+    use_cuda = arguments.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    model = opened.model(arguments.checkpoint).to(device)
+
+    interactive = source is None and sys.stdin.isatty()
+    translations = translate_lines(
+        model,
+        opened.tokenizer,
+        _lines(source),
+        search,
+        max_tokens=arguments.max_tokens,
+        buffer_lines=1 if interactive else 4096,
+        device=device,
+        nbest=arguments.nbest,
+    )
+    output = sys.stdout if arguments.output == "-" else Path(arguments.output).open("w", encoding="utf-8")  # noqa: SIM115
+    try:
+        for number, best in enumerate(progress(translations, "translate", "sentences")):
+            if arguments.nbest == 1:
+                output.write(best[0].text + "\n")
+            else:
+                output.writelines(f"{number}\t{each.score:.4f}\t{each.text}\n" for each in best)
+            if interactive:
+                output.flush()
+    finally:
+        if output is not sys.stdout:
+            output.close()
+        else:
+            output.flush()
+    return 0
+
+
+def _lines(source: Path | None) -> Iterator[str]:
+    from deepspeed_nmt.files import text_lines
+
+    with sys.stdin.buffer if source is None else source.open("rb") as stream:
+        yield from text_lines(stream)
+
+
+def _checked(kind: type, settings: dict[str, object]) -> object:
+    from pydantic import ValidationError
+
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{'.'.join(map(str, p['loc']))}: {p['msg']}, but is {p['input']!r}" for p in error.errors()]
+        ) from error

@@ -1,0 +1,115 @@
+"""Validation during training: loss by teacher forcing, BLEU by real beam search."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from deepspeed_nmt.config import ValidationConfig
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.loader import collate
+from deepspeed_nmt.data.plan import BatchConfig, cut_update
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
+from deepspeed_nmt.files import text_lines
+from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.search import SearchConfig
+from deepspeed_nmt.search.translate import translate_lines
+from deepspeed_nmt.train.loop import Validation
+
+
+class ModelValidator:
+    """Judges an engine's weights in a copy of the model, which no engine has sharded.
+
+    The weights are gathered once; then each rank scores and translates its share without waiting for others.
+
+    Args:
+        model: the copy; its weights are overwritten.
+        objective: of the run.
+        data: whose validation set is used.
+        config: what to do.
+        search: how to translate.
+        batch: bounds the size of a batch of the loss.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        model: TranslationModel,
+        objective: Objective,
+        data: DataDirectory,
+        config: ValidationConfig,
+        search: SearchConfig,
+        batch: BatchConfig,
+        world: World,
+    ) -> None:
+        self._model = model.to(world.device).eval()
+        self._objective = objective
+        self._corpus = data.corpus("valid")
+        self._tokenizer = data.tokenizer()
+        self._config = config
+        self._search = search
+        self._batch = batch
+        self._world = world
+        with data.text("valid", "source").open("rb") as stream:
+            self._sources = list(text_lines(stream))
+        with data.text("valid", "target").open("rb") as stream:
+            self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
+
+    def __call__(self, engine: Engine) -> Validation:
+        own = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for state in engine.parameters():
+                own[state.name].copy_(state.weight)
+        values = self._loss()
+        score = -values["valid/loss"]
+        if self._config.bleu:
+            values["valid/bleu"] = self._bleu()
+            if self._config.best_by == "bleu":
+                score = values["valid/bleu"]
+        return Validation(values, score)
+
+    def _loss(self) -> dict[str, float]:
+        source, target = self._corpus.source_lengths, self._corpus.target_lengths
+        longest = int(max(source.max(), target.max()))
+        limits = self._batch.model_copy(update={"micro_tokens": max(longest, self._batch.micro_tokens)})
+        sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
+        everything = torch.arange(len(self._corpus)).numpy()
+        tokenizer = self._tokenizer
+        for group in cut_update(everything, source, target, self._world.ranks, limits)[self._world.rank]:
+            batch = collate(self._corpus, group, tokenizer.pad, tokenizer.bos, tokenizer.eos)
+            with torch.no_grad():
+                output = self._objective(self._model, batch.to(self._world.device))
+            sums["loss"] += float(output.loss)
+            sums["nll"] += float(output.nll)
+            sums["tokens"] += batch.target_tokens
+        total = sum_over_ranks(sums, self._world)
+        nll = total["nll"] / total["tokens"]
+        return {
+            "valid/loss": total["loss"] / total["tokens"],
+            "valid/nll": nll,
+            "valid/ppl": math.exp(min(nll, 100.0)),
+        }
+
+    def _bleu(self) -> float:
+        count = min(len(self._sources), self._config.max_sentences or len(self._sources))
+        # Every ranks-th sentence: shares of like difficulty, put back in order below.
+        mine = range(self._world.rank, count, self._world.ranks)
+        translations = translate_lines(
+            self._model,
+            self._tokenizer,
+            (self._sources[index] for index in mine),
+            self._search,
+            max_tokens=self._config.max_tokens,
+            device=self._world.device,
+        )
+        pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
+        hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]
+        references = [self._references[:count]]
+        if self._tokenizer.segmented:
+            return tokenised_bleu(hypotheses, references).bleu
+        return corpus_scores(hypotheses, references).bleu

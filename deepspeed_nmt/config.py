@@ -1,0 +1,216 @@
+"""The configuration of a run: defaults < recipe < YAML file < key=value, strict, and written down in the run.
+
+Each section's class sits beside the code it configures; this file only puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, SerializeAsAny, ValidationError
+
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine.base import EngineConfig
+from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.methods import MODELS, OBJECTIVES
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
+from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.registry import Config, Registry
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.train.loop import TrainingConfig
+from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
+
+RECIPES = Path(__file__).parent / "recipes"
+
+# Sections whose class depends on the `name` in them, and the name they have by default.
+_BY_NAME: dict[str, tuple[Registry[Any], str]] = {
+    "model": (MODELS, "transformer"),
+    "objective": (OBJECTIVES, "label_smoothed"),
+    "search": (SEARCHES, "beam"),
+}
+
+
+class ValidationConfig(Config):
+    """How the model is judged during training."""
+
+    bleu: bool = Field(default=True, description="translate the validation set by search and score it")
+    best_by: str = Field(default="bleu", pattern="^(bleu|loss)$", description="what the best checkpoint is chosen by")
+    max_sentences: int = Field(default=0, ge=0, description="translate only the first so many; 0: all")
+    max_tokens: int = Field(default=4096, ge=1, description="sentences x longest source in one batch of the search")
+
+
+class RunConfig(Config):
+    """Everything that decides a run, besides its data."""
+
+    model: SerializeAsAny[Config] = TransformerConfig()
+    objective: SerializeAsAny[Config] = LabelSmoothedConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    batch: BatchConfig = BatchConfig()
+    training: TrainingConfig = TrainingConfig()
+    engine: EngineConfig = EngineConfig()
+    validation: ValidationConfig = ValidationConfig()
+    search: SerializeAsAny[Config] = BeamConfig()
+
+    def to_yaml(self) -> str:
+        """The whole configuration, defaults included, as :func:`load_config` reads it."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
+    """Put a configuration together.
+
+    Args:
+        recipe: name of a file in recipes/.
+        file: YAML of the user.
+        settings: ``section.key=value``, the value in YAML.
+
+    Raises:
+        ConfigError: listing every setting that is unknown, of the wrong type or out of range.
+    """
+    merged: dict[str, Any] = {}
+    if recipe is not None:
+        _merge(merged, _recipe(recipe))
+    if file is not None:
+        _merge(merged, _yaml(file))
+    problems: list[str] = []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            problems.append(f"settings must look like section.key=value, but one is '{setting}'")
+            continue
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            parsed = value
+        if isinstance(parsed, str):
+            parsed = _number(parsed)
+        nested: Any = parsed
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        _merge(merged, nested)
+    return _validate(merged, problems)
+
+
+def recipes() -> list[str]:
+    """Names of all recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
+    sections: dict[str, Any] = {}
+    for name, content in merged.items():
+        if name not in RunConfig.model_fields:
+            problems.append(_unknown(name, ""))
+            continue
+        if not isinstance(content, dict):
+            problems.append(f"{name} must be a section with keys, but is {content!r}")
+            continue
+        try:
+            sections[name] = _section(name).model_validate(content) if name not in _BY_NAME else _named(name, content)
+        except ConfigError as error:
+            problems.extend(error.problems)
+        except ValidationError as error:
+            problems.extend(_sentence(name, problem, content) for problem in error.errors())
+    if problems:
+        raise ConfigError(problems)
+    return RunConfig(**sections)
+
+
+def _named(section: str, content: dict[str, Any]) -> Config:
+    registry, default = _BY_NAME[section]
+    return registry[content.get("name", default)].config.model_validate(content)
+
+
+def _section(name: str) -> type[Config]:
+    section = RunConfig.model_fields[name].annotation
+    assert isinstance(section, type) and issubclass(section, Config)
+    return section
+
+
+def _sentence(section: str, problem: Mapping[str, Any], content: dict[str, Any]) -> str:
+    """One of pydantic's complaints, in our words."""
+    key = ".".join([section, *map(str, problem["loc"])])
+    if problem["type"] == "extra_forbidden":
+        return _unknown(key, section)
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if problem["loc"] else f"{section}: {problem['ctx']['error']}"
+    what = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
+    return f"{key} {what}, but is {problem['input']!r}"
+
+
+def _unknown(key: str, section: str) -> str:
+    """`there is no setting x; did you mean y?`, looking for the key's last part in every section."""
+    last = key.rsplit(".", 1)[-1]
+    known = list(_all_keys())
+    same = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
+    if same:
+        return f"there is no setting '{key}'; did you mean '{same[0]}'?"
+    inside = [candidate for candidate in known if section and candidate.startswith(section + ".")]
+    return f"there is no setting '{key}'{did_you_mean(key, inside or known)}"
+
+
+def _all_keys() -> Iterator[str]:
+    for name in RunConfig.model_fields:
+        if name in _BY_NAME:
+            registry, _ = _BY_NAME[name]
+            fields = {field for entry in registry for field in registry[entry].config.model_fields}
+        else:
+            fields = set(_section(name).model_fields)
+        yield from (f"{name}.{field}" for field in sorted(fields))
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    """A recipe, on top of the one it ``extends``."""
+    path = RECIPES / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"--recipe must name a known recipe, but is '{name}'{did_you_mean(name, recipes())}")
+    content = _yaml(path)
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    merged = _recipe(base)
+    _merge(merged, content)
+    return merged
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} must be a YAML file that can be read, but is not: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold sections with keys, but holds a {type(content).__name__}")
+    return _numbers(content)
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        elif isinstance(value, Mapping):
+            into[key] = {}
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _numbers(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _numbers(value) if isinstance(value, dict) else _number(value) if isinstance(value, str) else value
+        for key, value in content.items()
+    }
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 takes 7e-4 for a string; everybody else takes it for a number."""
+    try:
+        return float(text) if text[:1] in "+-.0123456789" else text
+    except ValueError:
+        return text

@@ -1,0 +1,185 @@
+"""A run on disk: what it was told, what it learned, and how to open it again.
+
+config.yaml  data.json  environment.json  vocabulary.model  vocabulary.json
+metrics.jsonl  tensorboard/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.methods import MODELS, OBJECTIVES
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+
+CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
+
+# What a run cannot change on the way and still be the same run.
+_FIXED = ("model", "objective", "optimizer.name", "training.seed", "batch.update_tokens")
+
+
+def build_model(config: RunConfig, vocab_size: int, pad: int) -> TranslationModel:
+    """The model of a run; its weights follow the run's seed."""
+    torch.manual_seed(config.training.seed)
+    entry = MODELS[config.model.model_dump()["name"]]
+    return entry.build(config.model, vocab_size, pad)
+
+
+def build_objective(config: RunConfig, pad: int) -> Objective:
+    """The objective of a run."""
+    entry = OBJECTIVES[config.objective.model_dump()["name"]]
+    return entry.build(config.objective, pad)
+
+
+def load_weights(model: TranslationModel, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        CheckpointError: if names or shapes differ, naming the first difference.
+    """
+    weights = checkpoint.weights()
+    own = dict(model.named_parameters())
+    missing, extra = sorted(set(own) - set(weights)), sorted(set(weights) - set(own))
+    wrong = [
+        f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own
+        if name in weights and weights[name].shape != own[name].shape
+    ]
+    differences = [f"{name} is missing" for name in missing] + [f"{name} is too much" for name in extra] + wrong
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path} must hold the weights of this model, but {differences[0]} "
+            f"({len(differences)} differences); open it with its own run's config.yaml"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory that exists."""
+
+    path: Path
+    config: RunConfig
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """Open the directory of a run for reading.
+
+        Raises:
+            ConfigError: if it is not one.
+        """
+        if not (path / CONFIG_FILE).is_file():
+            what = "has no config.yaml" if path.is_dir() else "does not exist"
+            raise ConfigError(f"--run must be a directory made by `train`, but {path} {what}")
+        return cls(path, load_config(file=path / CONFIG_FILE), Tokenizer.from_directory(path))
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """The run's checkpoints."""
+        training = self.config.training
+        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+
+    def model(self, which: str) -> TranslationModel:
+        """The model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
+        checkpoint = self.checkpoints.open(which)
+        model = build_model(self.config, self.tokenizer.size, self.tokenizer.pad)
+        load_weights(model, checkpoint)
+        logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
+        return model.eval()
+
+
+def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
+    """Write down what a run is, or check that it is still the same.
+
+    Raises:
+        ConfigError: if a setting differs that cannot change on the way; all such are listed.
+        DataError: if the data is not what the run began with.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        path.mkdir(parents=True, exist_ok=True)
+        data.tokenizer().save(path)
+        atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
+        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
+    else:
+        _check_same(path, config, data)
+        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
+    atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+
+
+def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
+    recorded = json.loads((path / DATA_FILE).read_text(encoding="utf-8"))
+    if recorded["fingerprint"] != data.fingerprint:
+        raise DataError(
+            f"{data.path} must hold the data that {path} began with (from {recorded['path']}), but it has changed; "
+            "restore it, or start a new run with another --run directory"
+        )
+    before = load_config(file=path / CONFIG_FILE).model_dump(mode="json")
+    now = config.model_dump(mode="json")
+    problems = []
+    for key in _FIXED:
+        old, new = before, now
+        for part in key.split("."):
+            old, new = old[part], new[part]
+        if old != new:
+            problems.append(f"{key} must stay {old} while {path} goes on, but is {new}; start a new run instead")
+    if problems:
+        raise ConfigError(problems)
+
+
+def environment() -> dict[str, object]:
+    """What a run ran on: versions, devices, git state, command."""
+    packages = ("torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic")
+    versions = {name: _version(name) for name in packages}
+    return {
+        "deepspeed_nmt": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": torch.get_num_threads(),
+        "git": _git(),
+        "command": sys.argv,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,289 @@
+"""Checkpoints: independent of the engine, written in one step, checked before they are trusted.
+
+    checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
+                               moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
+                               state.json                  where training stands
+                               manifest.json               size and SHA-256 of each file above
+    checkpoints/latest, best                               names of such directories
+
+A checkpoint is written under a temporary name, synced to disk, renamed, and only then pointed to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+
+_SHARD_BYTES = 2 * 1024**3
+_FORMAT = 1
+_PREFIX = "update-"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        update: updates made.
+        epoch, epoch_update: position in the data: the next update to make.
+        target_tokens: seen so far.
+        train_seconds: spent in updates, over all restarts.
+        best_score: best validation score so far, greater is better; None before the first validation.
+        best_update: when it was reached.
+        validations_since_best: for early stopping.
+    """
+
+    update: int = 0
+    epoch: int = 0
+    epoch_update: int = 0
+    target_tokens: int = 0
+    train_seconds: float = 0.0
+    best_score: float | None = None
+    best_update: int = 0
+    validations_since_best: int = 0
+
+
+class Checkpoint:
+    """A checkpoint on disk whose files have been compared with their manifest.
+
+    Args:
+        path: its directory.
+
+    Raises:
+        CheckpointError: if it is missing, incomplete, or its content is not what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        manifest = self._json("manifest.json")
+        for name, record in manifest["files"].items():
+            file = path / name
+            if not file.is_file():
+                raise CheckpointError(f"{file} must exist, but does not: the checkpoint is incomplete")
+            if file.stat().st_size != record["bytes"] or sha256_of(file) != record["sha256"]:
+                raise CheckpointError(f"{file} is not what was written there: the checkpoint is damaged")
+        state = self._json("state.json")
+        self.progress = Progress(**state["progress"])
+        self.scalars = EngineScalars(**state["engine"])
+        self._where = {
+            kind: {tensor: name for name, tensors in manifest[kind].items() for tensor in tensors}
+            for kind in ("weights", "moments")
+        }
+
+    @property
+    def resumable(self) -> bool:
+        """Whether training can go on from it (an average cannot)."""
+        return bool(self._where["moments"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by parameter name, fp32 on the CPU."""
+        return {name: self._tensor("weights", name) for name in self._where["weights"]}
+
+    def moment(self, name: str, which: str) -> Tensor:
+        """One of Adam's moments of a parameter, fp32 on the CPU."""
+        return self._tensor("moments", f"{name}.{which}")
+
+    def _tensor(self, kind: str, name: str) -> Tensor:
+        if name not in self._where[kind]:
+            raise CheckpointError(f"{self.path} must hold {name}, but does not: it belongs to another model")
+        with safe_open(self.path / self._where[kind][name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / name} must be readable, but is not ({error})") from error
+        return content
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        directory: where they are.
+        keep_last: how many of the newest to keep.
+        keep_best: whether the best is kept besides.
+    """
+
+    def __init__(self, directory: Path, keep_last: int = 5, keep_best: bool = True) -> None:
+        self.directory = directory
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+
+    def names(self) -> list[str]:
+        """Complete checkpoints of this run, oldest first."""
+        return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file())
+
+    def pointer(self, name: str) -> Path | None:
+        """What ``latest`` or ``best`` points to."""
+        file = self.directory / name
+        if not file.is_file():
+            return None
+        target = self.directory / Path(file.read_text(encoding="utf-8").strip()).name
+        return target if target.is_dir() else None
+
+    def newest(self) -> Checkpoint | None:
+        """The newest good checkpoint; a damaged one is passed over with a warning. None if there is none.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none is good.
+        """
+        broken = []
+        for name in reversed(self.names()):
+            try:
+                checkpoint = Checkpoint(self.directory / name)
+            except CheckpointError as error:
+                broken.append(name)
+                logger.warning("%s; trying the one before it", error)
+                continue
+            if broken:
+                logger.warning("resuming from %s, because %s is damaged", name, " and ".join(broken))
+            return checkpoint
+        if broken:
+            raise CheckpointError(
+                f"none of the checkpoints in {self.directory} can be trusted ({', '.join(broken)}); restore one from "
+                "a copy, or start anew in another run directory"
+            )
+        return None
+
+    def open(self, which: str) -> Checkpoint:
+        """The checkpoint called ``best``, ``last``, ``average``, or found at a path.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        if which == "last":
+            newest = self.newest()
+            if newest is None:
+                raise CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
+            return newest
+        if which == "best":
+            best = self.pointer("best")
+            if best is None:
+                raise CheckpointError(
+                    f"{self.directory} has no best checkpoint: the run was not validated yet; use --checkpoint last"
+                )
+            return Checkpoint(best)
+        if which == "average":
+            if not (self.directory / "average").is_dir():
+                raise CheckpointError(
+                    f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
+                )
+            return Checkpoint(self.directory / "average")
+        inside = self.directory / which
+        return Checkpoint(inside if inside.is_dir() else Path(which))
+
+    def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState], best: bool) -> None:
+        """Write a checkpoint and make it the latest (and best), then remove those no longer kept.
+
+        Raises:
+            OSError: if it cannot be written; all there was before is untouched. ``states`` is exhausted even then,
+                since other ranks take part in making it.
+        """
+        name = f"{_PREFIX}{progress.update:07d}"
+        states = iter(states)
+        try:
+            if not (self.directory / name / "manifest.json").is_file():
+                self._write(name, progress, scalars, states)
+            atomic_write_text(self.directory / "latest", name + "\n")
+            if best:
+                atomic_write_text(self.directory / "best", name + "\n")
+        finally:
+            for _ in states:
+                pass
+        self._prune()
+
+    def save_average(self, paths: list[Path]) -> Path:
+        """Average the weights of checkpoints and store the result as ``average``."""
+        total: dict[str, Tensor] = {}
+        newest = Progress()
+        for path in paths:
+            checkpoint = Checkpoint(path)
+            newest = max(newest, checkpoint.progress, key=lambda progress: progress.update)
+            for name, weight in checkpoint.weights().items():
+                total[name] = total[name] + weight.double() if name in total else weight.double()
+        states = (ParameterState(name, (weight / len(paths)).float()) for name, weight in total.items())
+        self._write("average", newest, EngineScalars(), states)
+        return self.directory / "average"
+
+    def _write(self, name: str, progress: Progress, scalars: EngineScalars, states: Iterator[ParameterState]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = self.directory / f".{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
+            for state in states:
+                weights.add(state.name, state.weight)
+                for which, moment in state.moments.items():
+                    moments.add(f"{state.name}.{which}", moment)
+            manifest: dict[str, Any] = {"format": _FORMAT, "weights": weights.close(), "moments": moments.close()}
+            content = {"progress": asdict(progress), "engine": asdict(scalars)}
+            atomic_write_text(temporary / "state.json", json.dumps(content, indent=1))
+            manifest["files"] = {
+                file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+                for file in sorted(temporary.iterdir())
+            }
+            atomic_write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
+            final = self.directory / name
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            sync_directory(self.directory)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prune(self) -> None:
+        best = self.pointer("best") if self._keep_best else None
+        for name in self.names()[: -self._keep_last]:
+            if best is None or best.name != name:
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+
+
+class _ShardWriter:
+    """Writes tensors into files of bounded size."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self._directory = directory
+        self._kind = kind
+        self._files: dict[str, list[str]] = {}
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._pending[name] = tensor.contiguous()
+        self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes >= _SHARD_BYTES:
+            self._flush()
+
+    def close(self) -> dict[str, list[str]]:
+        """Finish, and tell which file holds which tensors."""
+        self._flush()
+        return self._files
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        name = f"{self._kind}-{len(self._files) + 1:05d}.safetensors"
+        save_file(self._pending, self._directory / name)
+        with (self._directory / name).open("rb+") as file:
+            os.fsync(file.fileno())
+        self._files[name] = list(self._pending)
+        self._pending, self._bytes = {}, 0

@@ -1,0 +1,251 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
+from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
+from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.metrics import Metrics, peak_memory_gib
+from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, learning_rate
+from deepspeed_nmt.train.signals import StopRequest
+
+
+class TrainingConfig(Config):
+    """How long to train, and how often to look."""
+
+    seed: int = Field(default=1, ge=0)
+    max_updates: int = Field(default=100_000, ge=1, description="stop after so many updates")
+    max_epochs: int = Field(default=0, ge=0, description="stop after so many passes over the data; 0: no limit")
+    log_every: int = Field(default=100, ge=1, description="updates between two lines of the log")
+    validate_every: int = Field(default=0, ge=0, description="updates between validations; 0: once an epoch")
+    save_every: int = Field(default=0, ge=0, description="updates between checkpoints; 0: with each validation")
+    keep_last: int = Field(default=5, ge=1, description="newest checkpoints to keep")
+    keep_best: bool = Field(default=True, description="keep the best checkpoint besides")
+    patience: int = Field(
+        default=0, ge=0, description="stop after so many validations without a better score; 0: never"
+    )
+    max_skipped: int = Field(
+        default=20, ge=1, description="stop after so many updates in a row without finite gradient"
+    )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found.
+
+    Attributes:
+        values: by tag, for the log.
+        score: what the best checkpoint is chosen by; greater is better.
+    """
+
+    values: dict[str, float]
+    score: float
+
+
+class Validator(Protocol):
+    """Judges the weights that an engine holds. All ranks call it together and get the same answer."""
+
+    def __call__(self, engine: Engine) -> Validation: ...
+
+
+def train(
+    config: TrainingConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    engine: Engine,
+    loader: TrainLoader,
+    validator: Validator,
+    store: CheckpointStore,
+    metrics: Metrics,
+    world: World,
+    stop: StopRequest,
+    progress: Progress,
+) -> Progress:
+    """Train from ``progress`` until the end, or until asked to stop; what was done is then saved.
+
+    Raises:
+        TrainingError: if the gradient stays infinite or NaN.
+        OSError: if the last checkpoint cannot be written.
+    """
+    window = _Window()
+    skipped_in_a_row = 0
+    saved_at = progress.update
+    updates = Prefetcher(loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
+    try:
+        while not _finished(config, progress):
+            waiting = time.monotonic()
+            update = updates.next()
+            started = time.monotonic()
+            lr = learning_rate(update.number, optimizer.lr, schedule, config.max_updates)
+            result = engine.update(update.micro_batches, update.target_tokens, lr)
+            progress = _advance(progress, update, time.monotonic() - started)
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if result.skipped:
+                _report_skip(update, result, skipped_in_a_row, config.max_skipped)
+            window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
+
+            if progress.update % config.log_every == 0:
+                metrics.log(progress.update, window.flush(lr, world), f" (epoch {progress.epoch + 1})")
+            best = False
+            if _due(config.validate_every, progress) or _finished(config, progress):
+                progress, best = _validate(validator, engine, progress, metrics)
+            stopping = any_rank(bool(stop), world)
+            if best or stopping or _due(config.save_every or config.validate_every, progress):
+                saved_at = _save(store, engine, progress, best, world, saved_at)
+            if stopping:
+                break
+            if config.patience and progress.validations_since_best >= config.patience:
+                logger.info("no better score in %d validations: stopping early", config.patience)
+                break
+    finally:
+        updates.close()
+    if saved_at != progress.update:
+        _save(store, engine, progress, False, world, saved_at, must=True)
+    return progress
+
+
+def _finished(config: TrainingConfig, progress: Progress) -> bool:
+    return progress.update >= config.max_updates or bool(config.max_epochs and progress.epoch >= config.max_epochs)
+
+
+def _due(every: int, progress: Progress) -> bool:
+    """Whether something done every so many updates is due; 0 means at the end of an epoch."""
+    return progress.epoch_update == 0 if every == 0 else progress.update % every == 0
+
+
+def _advance(progress: Progress, update: Update, seconds: float) -> Progress:
+    return replace(
+        progress,
+        update=update.number,
+        epoch=update.after.epoch,
+        epoch_update=update.after.update,
+        target_tokens=progress.target_tokens + update.target_tokens,
+        train_seconds=progress.train_seconds + seconds,
+    )
+
+
+def _report_skip(update: Update, result: UpdateResult, in_a_row: int, limit: int) -> None:
+    """Say that an update was skipped, and give up when too many are.
+
+    fp16 finds its loss scale by overflowing, so a few skips are normal there.
+    """
+    losses = [name for name, value in result.sums.items() if not math.isfinite(float(value))]
+    cause = f"{' and '.join(losses)} is not finite" if losses else "the gradient is not finite"
+    logger.warning(
+        "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
+    )
+    if in_a_row >= limit:
+        raise TrainingError(
+            f"{limit} updates in a row, up to update {update.number}, had no finite gradient ({cause}): the training "
+            "has diverged. The last checkpoint is intact. Lower optimizer.lr, lengthen schedule.warmup_updates, set "
+            "optimizer.clip_norm, or use model.norm=pre, then start again"
+        )
+
+
+def _validate(validator: Validator, engine: Engine, progress: Progress, metrics: Metrics) -> tuple[Progress, bool]:
+    found = validator(engine)
+    metrics.log(progress.update, found.values)
+    best = progress.best_score is None or found.score > progress.best_score
+    if best:
+        changes = {"best_score": found.score, "best_update": progress.update, "validations_since_best": 0}
+    else:
+        changes = {"validations_since_best": progress.validations_since_best + 1}
+    return replace(progress, **changes), best  # type: ignore[arg-type]
+
+
+def _save(
+    store: CheckpointStore,
+    engine: Engine,
+    progress: Progress,
+    best: bool,
+    world: World,
+    saved_at: int,
+    must: bool = False,
+) -> int:
+    """Save on rank 0 what all ranks hold together. A failure is reported, and fatal only if it ``must`` succeed."""
+    problem = ""
+    scalars = engine.scalars()
+    if world.is_main:
+        try:
+            store.save(progress, scalars, engine.state(), best)
+        except OSError as error:
+            problem = str(error)
+    else:
+        for _ in engine.state():
+            pass
+    problem = from_main(problem, world)
+    if not problem:
+        return progress.update
+    message = (
+        f"the checkpoint of update {progress.update} could not be written to {store.directory} ({problem}); the last "
+        f"good one is of update {saved_at}. Free some space or lower training.keep_last"
+    )
+    if must:
+        raise OSError(message)
+    logger.error("%s; training goes on", message)
+    return saved_at
+
+
+class _Window:
+    """Sums since the last line of the log; they stay on the device until the line is due."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.tokens = self.padded = self.real = self.updates = 0
+        self.waited = self.elapsed = 0.0
+        self.result: UpdateResult | None = None
+
+    def add(self, update: Update, result: UpdateResult, waited: float, elapsed: float) -> None:
+        if result.skipped:
+            self.skipped += 1
+        else:
+            add_sums(self.sums, result.sums)
+            self.tokens += update.target_tokens
+        self.padded += update.padded_positions
+        self.real += update.real_positions
+        self.waited += waited
+        self.elapsed += elapsed
+        self.updates += 1
+        self.result = result
+
+    def flush(self, lr: float, world: World) -> dict[str, float]:
+        """The values of the window, over all ranks, and an empty window."""
+        assert self.result is not None
+        sums = {name: float(value) for name, value in self.sums.items()}
+        device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
+        total = sum_over_ranks(device_sums, world)
+        padded, real = total.pop("positions/padded"), total.pop("positions/real")
+        values = {f"train/{name}": value / max(1, self.tokens) for name, value in total.items()}
+        if "train/nll" in values:
+            values["train/ppl"] = math.exp(min(values["train/nll"], 100.0))
+        values.update(
+            {
+                "train/grad_norm": self.result.grad_norm,
+                "train/lr": lr,
+                "train/loss_scale": self.result.loss_scale,
+                "train/skipped": float(self.skipped),
+                "perf/target_tokens_per_s": self.tokens / self.elapsed,
+                "perf/padding": 1.0 - real / padded,
+                "perf/data_wait": self.waited / self.elapsed,
+                "perf/memory": peak_memory_gib(world.device),
+            }
+        )
+        self._clear()
+        return values

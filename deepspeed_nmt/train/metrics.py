@@ -1,0 +1,111 @@
+"""One `log()` for the console, ``metrics.jsonl`` and TensorBoard.
+
+Tags: train/loss (smoothed, per target token), train/nll, train/ppl, train/grad_norm, train/lr, train/loss_scale,
+train/skipped (updates, so far), valid/loss, valid/nll, valid/ppl, valid/bleu, perf/target_tokens_per_s,
+perf/padding (share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.files import atomic_write_text
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+
+_SHORT = {
+    "train/loss": "loss",
+    "train/ppl": "ppl",
+    "train/lr": "lr",
+    "train/grad_norm": "norm",
+    "valid/loss": "valid loss",
+    "valid/ppl": "valid ppl",
+    "valid/bleu": "valid BLEU",
+    "perf/target_tokens_per_s": "tokens/s",
+}
+
+
+class Metrics:
+    """Writes a run's metrics; on ranks other than 0 it does nothing.
+
+    Args:
+        run: the run directory.
+        active: whether this is rank 0.
+        update: updates made so far; later entries, left by a run that died, are dropped.
+        max_updates: for the progress bar.
+    """
+
+    def __init__(self, run: Path, active: bool, update: int, max_updates: int) -> None:
+        self._active = active
+        if not active:
+            return
+        path = run / METRICS_FILE
+        if path.is_file():
+            kept = [line for line in path.read_text(encoding="utf-8").split("\n") if _before(line, update)]
+            atomic_write_text(path, "".join(line + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run / TENSORBOARD_DIR), purge_step=update + 1 if update else None)
+        self._bar = (
+            tqdm(total=max_updates, initial=update, unit=" updates", dynamic_ncols=True)
+            if sys.stderr.isatty()
+            else None
+        )
+        self._max_updates = max_updates
+
+    def log(self, update: int, values: dict[str, float], note: str = "") -> None:
+        """Record values under their tags."""
+        if not self._active:
+            return
+        self._file.write(json.dumps({"update": update, **values}) + "\n")
+        self._file.flush()
+        for tag, value in values.items():
+            self._board.add_scalar(tag, value, update)
+        shown = ", ".join(f"{_SHORT[tag]} {_format(tag, value)}" for tag, value in values.items() if tag in _SHORT)
+        if self._bar is not None:
+            self._bar.update(update - self._bar.n)
+            self._bar.set_postfix_str(shown)
+            if "valid/loss" not in values:
+                return
+        logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._active:
+            self._file.close()
+            self._board.close()
+            if self._bar is not None:
+                self._bar.close()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: on its GPU, or in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _before(line: str, update: int) -> bool:
+    try:
+        return int(json.loads(line)["update"]) <= update
+    except (ValueError, KeyError):
+        return False  # the last line of a run that died while writing it
+
+
+def _format(tag: str, value: float) -> str:
+    if tag == "train/lr":
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if tag == "perf/target_tokens_per_s" else f"{value:.3f}"

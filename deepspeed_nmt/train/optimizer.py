@@ -1,0 +1,68 @@
+"""Adam and the learning-rate schedules, in updates."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from deepspeed_nmt.registry import Config
+
+
+class OptimizerConfig(Config):
+    """Adam, or AdamW with decoupled weight decay."""
+
+    name: Literal["adam", "adamw"] = "adam"
+    lr: float = Field(default=7e-4, gt=0.0, description="peak learning rate")
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0)
+    eps: float = Field(default=1e-9, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0, description="on matrices; biases and LayerNorms are left out")
+    clip_norm: float = Field(default=1.0, ge=0.0, description="gradients are scaled down to this norm; 0: never")
+
+
+class ScheduleConfig(Config):
+    """How the learning rate goes over the updates: linearly up to ``optimizer.lr``, then down."""
+
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = "inverse_sqrt"
+    warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
+    initial_lr: float = Field(default=1e-7, ge=0.0, description="where the warm-up starts")
+    final_lr: float = Field(default=0.0, ge=0.0, description="where cosine and linear end, at training.max_updates")
+
+
+def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """Adam over the trainable parameters; torch's fused kernels."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    groups = [{"params": trainable, "weight_decay": 0.0}]
+    if config.weight_decay > 0.0:
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates: int) -> float:
+    """Learning rate of an update, counted from 1.
+
+    - warm-up:       initial + (peak - initial) u / W
+    - inverse_sqrt:  peak sqrt(W / u)
+    - cosine:        final + (peak - final) (1 + cos(pi (u - W) / (U - W))) / 2
+    - linear:        final + (peak - final) (U - u) / (U - W)
+
+    with u the update, W ``warmup_updates``, U ``max_updates``.
+    """
+    warmup = config.warmup_updates
+    if update <= warmup:
+        return config.initial_lr + (peak - config.initial_lr) * update / warmup
+    if config.name == "constant":
+        return peak
+    if config.name == "inverse_sqrt":
+        return peak * math.sqrt(max(1, warmup) / update)
+    done = min(1.0, (update - warmup) / max(1, max_updates - warmup))
+    rest = (1.0 + math.cos(math.pi * done)) / 2.0 if config.name == "cosine" else 1.0 - done
+    return config.final_lr + (peak - config.final_lr) * rest
