@@ -70,7 +70,8 @@ class TranslationModel(nn.Module, ABC):
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         """Logits of the token after ``tokens_R``, the newest tokens of each hypothesis.
 
-        Rows of one sentence are adjacent and every sentence has equally many. Shape: (R,) -> (R,V)
+        The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
+        equally many for every sentence. Shape: (R,) -> (R,V)
         """
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:

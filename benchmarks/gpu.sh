@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that waits for a GPU, in under 10 minutes. Prints one line per engine: loss and tokens/s of a short run.
+#
+#   benchmarks/gpu.sh [OUT]
+#
+# Needs an environment with deepspeed_nmt importable and a GPU; writes to OUT (default: a temporary folder).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:-$(mktemp -d)}"
+python="${PYTHON:-python3}"
+
+echo "== environment"
+"$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))'
+
+echo "== tests that need a GPU"
+if compgen -G "tests/gpu/test_*.py" >/dev/null; then "$python" -m pytest -q -m gpu tests/gpu; else echo "none yet"; fi
+
+text="$out/text" data="$out/data"
+[ -f "$data/meta.json" ] || {
+    "$python" -m deepspeed_nmt sample-data --out "$text" --train 20000 --valid 200 --test 200
+    "$python" -m deepspeed_nmt prepare --train-source "$text/train.en" --train-target "$text/train.de" \
+        --valid-source "$text/valid.en" --valid-target "$text/valid.de" --out "$data" --vocab-size 2000
+}
+
+train() { # train NAME SETTING...
+    local name=$1
+    shift
+    echo "== $name"
+    "$python" -m deepspeed_nmt train --recipe transformer_base --data "$data" --run "$out/$name" \
+        batch.update_tokens=16384 batch.micro_tokens=8192 training.max_updates=100 training.log_every=50 \
+        training.validate_every=100 schedule.warmup_updates=50 validation.max_sentences=100 "$@" 2>&1 | grep -E "update|error"
+}
+
+train plain_bf16 engine.name=plain engine.precision=bf16
+train plain_fp16 engine.name=plain engine.precision=fp16
+train zero1_bf16 engine.name=deepspeed engine.ds_config=zero1 engine.precision=bf16
+train zero2_fp16 engine.name=deepspeed engine.ds_config=zero2 engine.precision=fp16
+train zero3_bf16 engine.name=deepspeed engine.ds_config=zero3 engine.precision=bf16
