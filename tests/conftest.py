@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"needs real text in {path}; set DEEPSPEED_NMT_SHARED to the directory that has data/ in it")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logger() -> Iterator[None]:
+    """What one test's command line does to the package's logger does not reach the next test."""
+    logger = logging.getLogger("deepspeed_nmt")
+    yield
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")
