@@ -90,8 +90,11 @@ class EngineScalars:
     good_updates: int = 0
 
 
-class MomentSource(Protocol):
-    """Where an engine reads Adam's moments from when a run is resumed."""
+class SavedState(Protocol):
+    """Where an engine reads weights and Adam's moments from when a run is resumed."""
+
+    def weight(self, name: str) -> Tensor:
+        """The parameter ``name``: whole, fp32, on the CPU."""
 
     def moment(self, name: str, which: str) -> Tensor:
         """Moment ``which`` (see MOMENTS) of the parameter ``name``: whole, fp32, on the CPU."""
@@ -127,7 +130,7 @@ class Engine(ABC):
         """The rest of the state."""
 
     @abstractmethod
-    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+    def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         """Go on from a saved state, whose weights are in the model already."""
 
     def close(self) -> None:

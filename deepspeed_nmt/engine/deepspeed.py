@@ -12,7 +12,12 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
@@ -21,8 +26,8 @@ from deepspeed_nmt.engine.base import (
     MOMENTS,
     Engine,
     EngineScalars,
-    MomentSource,
     ParameterState,
+    SavedState,
     UpdateResult,
     add_sums,
     seed_dropout,
@@ -131,14 +136,17 @@ class DeepSpeedEngine(Engine):
             good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
         return EngineScalars(max(steps, default=0) if self._stepped else 0, self._loss_scale(), good)
 
-    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+    def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         # One update that changes nothing (no weight, no learning rate) creates the optimizer's state in its layout.
         self._run([self._dummy], 0.0, 0.0)
         for name, parameter in self._named.items():
             if not parameter.requires_grad:
                 continue
+            if self._stage > 0:
+                # The optimizer's fp32 copy was made from the weights after they had been narrowed to 16 bit.
+                safe_set_full_fp32_param(parameter, saved.weight(name).to(self.device))
             for which in MOMENTS:
-                moment = moments.moment(name, which)
+                moment = saved.moment(name, which)
                 if self._stage == 0:
                     self._zero.state[parameter][which].copy_(moment)
                 else:

@@ -16,9 +16,9 @@ from deepspeed_nmt.engine.base import (
     Engine,
     EngineScalars,
     LossScale,
-    MomentSource,
     ParameterState,
     Precision,
+    SavedState,
     UpdateResult,
     add_sums,
     seed_dropout,
@@ -96,7 +96,7 @@ class PlainEngine(Engine):
         steps = [int(state["step"]) for state in self._optimizer.state.values()]
         return EngineScalars(max(steps, default=0), self._scale.value, self._scale.good_updates)
 
-    def restore(self, moments: MomentSource, scalars: EngineScalars) -> None:
+    def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         for parameter in self._named.values():
             parameter.grad = torch.zeros_like(parameter)
         for group in self._optimizer.param_groups:
@@ -106,7 +106,7 @@ class PlainEngine(Engine):
         for name, parameter in self._named.items():
             state = self._optimizer.state[parameter]
             for which in MOMENTS:
-                state[which].copy_(moments.moment(name, which))
+                state[which].copy_(saved.moment(name, which))
             state["step"].fill_(scalars.optimizer_step)
         if self._precision == "fp16":
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates

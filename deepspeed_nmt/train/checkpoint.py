@@ -93,6 +93,10 @@ class Checkpoint:
         """All weights by parameter name, fp32 on the CPU."""
         return {name: self._tensor("weights", name) for name in self._where["weights"]}
 
+    def weight(self, name: str) -> Tensor:
+        """The weight of a parameter, fp32 on the CPU."""
+        return self._tensor("weights", name)
+
     def moment(self, name: str, which: str) -> Tensor:
         """One of Adam's moments of a parameter, fp32 on the CPU."""
         return self._tensor("moments", f"{name}.{which}")

@@ -34,10 +34,13 @@ BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 
 
 class Saved:
-    """Moments held in memory."""
+    """A state held in memory."""
 
     def __init__(self, states: Sequence[ParameterState]) -> None:
         self.states = {state.name: state for state in states}
+
+    def weight(self, name: str) -> Tensor:
+        return self.states[name].weight
 
     def moment(self, name: str, which: str) -> Tensor:
         return self.states[name].moments[which]

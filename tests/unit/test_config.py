@@ -1,0 +1,111 @@
+"""Configuration: layers, strictness, messages, recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import RunConfig, load_config, recipes
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.transformer import TransformerConfig
+
+
+def problems(*settings: str, recipe: str | None = None) -> list[str]:
+    """The sentences that the settings are refused with."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, settings=settings)
+    return caught.value.problems
+
+
+def test_layers_override_one_another(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("optimizer: {lr: 1e-3}\nmodel: {dropout: 0.2}\n")
+    config = load_config("transformer_big", file, ["model.dropout=0.4"])
+    assert isinstance(config.model, TransformerConfig)
+    assert config.model.dim == 1024 and config.model.encoder_layers == 6, "from the recipe and what it extends"
+    assert config.optimizer.lr == 1e-3, "from the file, over the recipe"
+    assert config.model.dropout == 0.4, "from the command line, over all"
+    assert config.optimizer.beta2 == 0.98
+
+
+def test_unknown_key_gets_a_suggestion() -> None:
+    assert problems("optimizer.learning=1") == [
+        "there is no setting 'optimizer.learning'" + _tail("optimizer.learning")
+    ]
+    assert problems("model.encoder_layer=6") == [
+        "there is no setting 'model.encoder_layer'; did you mean 'model.encoder_layers'?"
+    ]
+    assert problems("update_tokens=100") == [
+        "there is no setting 'update_tokens'; did you mean 'batch.update_tokens'?"
+    ]
+    assert problems("model.lr=1") == ["there is no setting 'model.lr'; did you mean 'optimizer.lr'?"]
+
+
+def _tail(key: str) -> str:
+    return problems(f"{key}=2")[0].split("'", 2)[2]
+
+
+def test_wrong_types_and_ranges_say_what_is_required_and_what_is_there() -> None:
+    assert problems("model.dim=wide") == [
+        "model.dim must be a valid integer, unable to parse string as an integer, but is 'wide'"
+    ]
+    assert problems("optimizer.lr=-1") == ["optimizer.lr must be greater than 0, but is -1"]
+    assert problems("model=3") == ["model must be a section with keys, but is 3"]
+    assert problems("dim") == ["settings must look like section.key=value, but one is 'dim'"]
+
+
+def test_heads_must_divide_the_width() -> None:
+    (sentence,) = problems("model.dim=512", "model.heads=7")
+    assert sentence == "model: heads must divide dim, but dim is 512 and heads is 7; use 4 or 8 heads"
+
+
+def test_all_problems_are_reported_together() -> None:
+    found = problems("model.dim=0", "optimizer.lrr=1", "nonsense.x=1", "training.seed=-1")
+    assert len(found) == 4
+    with pytest.raises(ConfigError, match="4 settings are wrong"):
+        load_config(settings=["model.dim=0", "optimizer.lrr=1", "nonsense.x=1", "training.seed=-1"])
+
+
+def test_unknown_names_get_a_suggestion() -> None:
+    assert "did you mean 'transformer'?" in problems("model.name=transfomer")[0]
+    assert "did you mean 'transformer_base'?" in problems(recipe="transformer_bas")[0]
+
+
+@pytest.mark.parametrize("text", ["7e-4", "0.0007", "7.0e-4"])
+def test_numbers_are_numbers(text: str) -> None:
+    assert load_config(settings=[f"optimizer.lr={text}"]).optimizer.lr == 7e-4
+
+
+def test_unreadable_yaml_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("model: [1, 2\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml must be a YAML file"):
+        load_config(file=file)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipes_load_and_come_back_from_yaml(name: str, tmp_path: Path) -> None:
+    config = load_config(name)
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert load_config(file=file) == config != RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vocab", "millions"),
+    [
+        ("transformer_base", 36_000, 63),
+        ("deep_encoder_base_24", 36_000, 118),
+        ("deep_encoder_base_48", 36_000, 194),
+        ("transformer_big", 33_000, 210),
+        ("deep_encoder_big_24", 33_000, 437),
+    ],
+)
+def test_plan_counts_the_papers_parameters(
+    recipe: str, vocab: int, millions: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--recipe", recipe, "--vocab-size", str(vocab), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] / 1e6 == pytest.approx(millions, rel=0.015)
