@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, setup_logging
-from deepspeed_nmt.errors import EXIT_USER_ERROR, UserError
+from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
 
 # Each is a module deepspeed_nmt.commands.<name with _> with HELP, add_arguments(parser) and run(arguments) -> status.
 # They are imported only when asked for: `score` should not wait for torch and DeepSpeed.
@@ -52,7 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         logger.error("error: %s", error)
         return EXIT_USER_ERROR
+    except TrainingError as error:
+        logger.error("stopped: %s", error)
+        return 1
+    except KeyboardInterrupt:
+        logger.error("interrupted; nothing half-made was left behind")
+        return 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`): no traceback, and no second error while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        logger.error("error: %s", error)
         return 1

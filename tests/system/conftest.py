@@ -1,0 +1,37 @@
+"""A small prepared corpus, and the settings of a run that takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.sample import write_sample
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory of 400 sample pairs; its text lies beside it in text/."""
+    directory = tmp_path_factory.mktemp("sample")
+    text = directory / "text"
+    write_sample(text, train=400, valid=31, test=20, seed=3)
+    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", "500"]
+    for split in ("train", "valid", "test"):
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    assert main(words) == 0
+    return directory / "data"
+
+
+SMALL = [
+    *("model.dim=32", "model.ffn_dim=64", "model.heads=4", "model.encoder_layers=2", "model.decoder_layers=2"),
+    *("batch.update_tokens=600", "batch.micro_tokens=600", "schedule.warmup_updates=10", "optimizer.lr=2e-3"),
+    *("training.max_updates=12", "training.validate_every=4", "training.log_every=4", "training.keep_last=9"),
+    *("search.beam=2", "validation.max_sentences=7", "engine.device=cpu"),
+]
+
+
+@pytest.fixture
+def small() -> list[str]:
+    """Settings of a run of twelve updates; seven sentences are translated, an odd number for two ranks."""
+    return list(SMALL)

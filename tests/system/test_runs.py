@@ -1,0 +1,272 @@
+"""Whole runs: what they leave behind, and that stopping and going on changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.support import ROOT, rank_environment, run_ranks
+
+
+def train(data: Path, run: Path, *settings: str) -> int:
+    """Train in this process."""
+    return main(["train", "--data", str(data), "--run", str(run), *settings])
+
+
+def train_ranks(data: Path, run: Path, *settings: str) -> None:
+    """Train on two ranks."""
+    run.mkdir(exist_ok=True)
+    command = ["-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *settings]
+    run_ranks(command, 2, run, timeout=100)
+
+
+def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint."""
+    return Checkpoint(run / "checkpoints" / f"update-{update:07d}").weights()
+
+
+def assert_same(run: Path, other: Path, update: int = 12) -> None:
+    """The checkpoints of two runs are equal to the bit, moments included."""
+    first = Checkpoint(run / "checkpoints" / f"update-{update:07d}")
+    second = Checkpoint(other / "checkpoints" / f"update-{update:07d}")
+    assert first.scalars == second.scalars
+    for name, weight in first.weights().items():
+        assert torch.equal(weight, second.weight(name)), name
+        assert torch.equal(first.moment(name, "exp_avg"), second.moment(name, "exp_avg")), name
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain run of twelve updates that nobody disturbed."""
+    from tests.system.conftest import SMALL
+
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train(data, run, *SMALL) == 0
+    return run
+
+
+def test_a_run_leaves_what_is_promised(whole: Path) -> None:
+    assert {path.name for path in whole.iterdir()} == {
+        *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+        *("vocabulary.model", "vocabulary.json"),
+    }
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [4, 4, 8, 8, 12, 12]
+    tags = {tag for line in lines for tag in line} - {"update"}
+    assert tags == {
+        *("train/loss", "train/nll", "train/ppl", "train/grad_norm", "train/lr", "train/loss_scale", "train/skipped"),
+        *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
+        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory"),
+    }
+    board = EventAccumulator(str(whole / "tensorboard"))
+    board.Reload()
+    assert set(board.Tags()["scalars"]) == tags
+    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "it learns"
+    assert json.loads((whole / "environment.json").read_text())["packages"]["torch"]
+
+
+def test_resumed_is_uninterrupted(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+    run = tmp_path / "run"
+    assert train(data, run, *small, "training.max_updates=6") == 0
+    assert train(data, run, *small) == 0
+    assert_same(run, whole)
+    updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert updates == sorted(updates), "one continuous log"
+
+
+def test_a_finished_run_started_again_does_nothing(data: Path, whole: Path, small: list[str]) -> None:
+    before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
+    assert train(data, whole, *small) == 0
+    assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
+
+
+def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
+    data: Path, whole: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(data, run, *small, "training.max_updates=8") == 0
+    file = run / "checkpoints" / "update-0000008" / "weights-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert train(data, run, *small) == 0
+    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    assert_same(run, whole)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *small]
+    long = [*command, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(long, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "update 5/" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 75, rest
+    assert "stopped by SIGINT after update" in rest and "start the same command again to go on" in rest
+    stopped_at = Checkpoint(next((run / "checkpoints").glob("update-*"))).progress.update
+    assert stopped_at >= 5
+    last = f"training.max_updates={stopped_at + 3}"
+    assert train(data, run, *small, last) == 0
+    assert train(data, tmp_path / "straight", *small, last) == 0
+    assert_same(run, tmp_path / "straight", stopped_at + 3)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_two_ranks_resume_to_the_bit_and_validate_unequal_shares(
+    data: Path, whole: Path, tmp_path: Path, small: list[str], stage: str
+) -> None:
+    settings = [*small, "engine.name=deepspeed", f"engine.ds_config={stage}"]
+    train_ranks(data, tmp_path / "straight", *settings)
+    train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6")
+    train_ranks(data, tmp_path / "run", *settings)
+    assert_same(tmp_path / "run", tmp_path / "straight")
+
+
+def test_another_engine_and_number_of_ranks_goes_on_with_the_same_curve(
+    data: Path, tmp_path: Path, small: list[str]
+) -> None:
+    settings = [*small, "model.dropout=0"]
+    assert train(data, tmp_path / "one", *settings) == 0
+    train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6", "engine.ds_config=zero2")
+    assert train(data, tmp_path / "run", *settings) == 0
+    expected = weights(tmp_path / "one", 12)
+    for name, weight in weights(tmp_path / "run", 12).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_deepspeed_launcher_runs_it(data: Path, tmp_path: Path, small: list[str]) -> None:
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [
+        *(sys.executable, str(launcher), "--num_accelerators", "2", "--master_port", str(_port())),
+        *("--module", "deepspeed_nmt", "train", "--data", str(data), "--run", str(tmp_path / "run"), *small),
+    ]
+    environment = {
+        name: value
+        for name, value in rank_environment(0, 1, 0, tmp_path).items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    environment["PATH"] = f"{launcher.parent}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 x cpu; DeepSpeedEngine" in done.stdout + done.stderr
+    assert len(weights(tmp_path / "run", 12)) > 10
+
+
+def _port() -> int:
+    from tests.support import free_port
+
+    return free_port()
+
+
+def test_translate_average_and_score(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = data.parent / "text" / "test.en"
+    assert main(["average", "--run", str(whole), "--last", "2"]) == 0
+    texts = {}
+    for which in ("best", "last", "average"):
+        out = tmp_path / which
+        assert (
+            main(
+                [
+                    "translate",
+                    "--run",
+                    str(whole),
+                    "--checkpoint",
+                    which,
+                    "--input",
+                    str(source),
+                    "--output",
+                    str(out),
+                    "--beam",
+                    "3",
+                    "--length-penalty",
+                    "none",
+                ]
+            )
+            == 0
+        )
+        texts[which] = out.read_text(encoding="utf-8")
+        assert texts[which].count("\n") == 20
+    small = tmp_path / "small"
+    assert (
+        main(
+            [
+                "translate",
+                "--run",
+                str(whole),
+                "--checkpoint",
+                "last",
+                "--input",
+                str(source),
+                "--output",
+                str(small),
+                "--beam",
+                "3",
+                "--length-penalty",
+                "none",
+                "--max-tokens",
+                "1",
+            ]
+        )
+        == 0
+    )
+    assert small.read_text(encoding="utf-8") == texts["last"], "the same whatever the batch size"
+    nbest = tmp_path / "nbest"
+    assert (
+        main(
+            [
+                "translate",
+                "--run",
+                str(whole),
+                "--input",
+                str(source),
+                "--output",
+                str(nbest),
+                "--nbest",
+                "2",
+                "--beam",
+                "3",
+                "--checkpoint",
+                "last",
+                "--length-penalty",
+                "none",
+            ]
+        )
+        == 0
+    )
+    rows = [line.split("\t") for line in nbest.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 40 and [row[2] for row in rows[::2]] == texts["last"].splitlines()
+    capsys.readouterr()
+    reference = str(data.parent / "text" / "test.de")
+    assert main(["score", "--hypothesis", str(tmp_path / "best"), "--reference", reference, "--json"]) == 0
+    assert 0.0 <= json.loads(capsys.readouterr().out)["bleu"]["score"] < 30.0
+
+
+def test_stopping_takes_one_update(data: Path) -> None:
+    """A second signal soon after the first is the launcher passing it on; a later one means it."""
+    from deepspeed_nmt.train.signals import StopRequest
+
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        assert stop and stop.signal_name == "SIGINT"

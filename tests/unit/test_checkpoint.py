@@ -1,0 +1,139 @@
+"""Checkpoints: written whole or not at all, checked before they are trusted."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.train import checkpoint as module
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
+
+
+def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:
+    """Three parameters filled with a value; names go to ``seen`` as they are taken."""
+    for name in ("a", "b.weight", "c"):
+        if seen is not None:
+            seen.append(name)
+        moments = {"exp_avg": torch.full((2, 3), value / 2), "exp_avg_sq": torch.full((2, 3), value / 4)}
+        yield ParameterState(name, torch.full((2, 3), value), moments)
+
+
+def save(store: CheckpointStore, update: int, best: bool = False) -> None:
+    store.save(Progress(update=update, epoch=1, best_score=3.5), EngineScalars(update, 8.0, 2), states(update), best)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+
+
+def newest(store: CheckpointStore) -> Checkpoint:
+    found = store.newest()
+    assert found is not None
+    return found
+
+
+def test_what_is_saved_comes_back(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHARD_BYTES", 30)  # several shards
+    assert store.newest() is None
+    save(store, 7)
+    found = newest(store)
+    assert found.progress == Progress(update=7, epoch=1, best_score=3.5) and found.scalars == EngineScalars(7, 8.0, 2)
+    assert set(found.weights()) == {"a", "b.weight", "c"} and found.resumable
+    assert torch.equal(found.weight("b.weight"), torch.full((2, 3), 7.0))
+    assert torch.equal(found.moment("c", "exp_avg_sq"), torch.full((2, 3), 1.75))
+    assert len(list(found.path.glob("weights-*.safetensors"))) == 3
+    kinds = {file.suffix for file in found.path.iterdir()}
+    assert kinds == {".safetensors", ".json"}, "nothing is pickled"
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 1)
+    save(store, 2)
+    file = store.directory / "update-0000002" / "moments-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    if harm == "flip":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif harm == "truncate":
+        file.write_bytes(data[:-5])
+    elif harm == "remove":
+        file.unlink()
+    else:
+        (store.directory / "update-0000002" / "manifest.json").write_text("{")
+    assert newest(store).progress.update == 1
+    assert "resuming from update-0000001, because update-0000002 is damaged" in caplog.text
+
+
+def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
+    save(store, 1)
+    (store.directory / "update-0000001" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints .* can be trusted \(update-0000001\)"):
+        store.newest()
+
+
+def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
+    for update in range(1, 7):
+        save(store, update, best=update == 2)
+    assert store.names() == ["update-0000002", "update-0000004", "update-0000005", "update-0000006"]
+    assert store.open("best").progress.update == 2 and store.open("last").progress.update == 6
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "safetensors"])
+def test_a_full_disk_leaves_what_there_was(
+    store: CheckpointStore, error: OSError | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1, best=True)
+
+    def full(*_: object) -> None:
+        raise module.SafetensorError("No space left on device") if isinstance(error, str) else error
+
+    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "_SHARD_BYTES", 1)
+    seen: list[str] = []
+    with pytest.raises(OSError, match="No space left"):
+        store.save(Progress(update=2), EngineScalars(), states(2.0, seen), best=True)
+    assert seen == ["a", "b.weight", "c"], "other ranks take part in all of it"
+    assert newest(store).progress.update == 1 and store.open("best").progress.update == 1
+    assert sorted(path.name for path in store.directory.iterdir()) == ["best", "latest", "update-0000001"]
+
+
+def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) -> None:
+    for update in (1, 2, 6):
+        save(store, update)
+    path = store.save_average([store.directory / name for name in store.names()])
+    average = store.open("average")
+    assert average.path == path and not average.resumable
+    assert torch.equal(average.weight("a"), torch.full((2, 3), 3.0))
+    assert newest(store).progress.update == 6, "an average is not where training goes on"
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("last", "must hold a checkpoint, but is empty; train first"),
+        ("best", "has no best checkpoint: the run was not validated yet"),
+        ("average", "has no average; make one"),
+        ("nowhere", "manifest.json must be readable"),
+    ],
+)
+def test_a_missing_checkpoint_is_named(store: CheckpointStore, which: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        store.open(which)
+
+
+def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> None:
+    save(store, 1)
+    manifest = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
+    assert manifest["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
+    assert len(manifest["files"]["weights-00001.safetensors"]["sha256"]) == 64

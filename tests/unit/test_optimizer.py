@@ -1,0 +1,42 @@
+"""Learning-rate schedules at points computed by hand, and Adam's groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, build_optimizer, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "expected"),
+    [
+        ("inverse_sqrt", 50, 0.5),
+        ("inverse_sqrt", 100, 1.0),
+        ("inverse_sqrt", 400, 0.5),
+        ("cosine", 100, 1.0),
+        ("cosine", 600, 0.55),
+        ("cosine", 1100, 0.1),
+        ("linear", 600, 0.55),
+        ("linear", 1100, 0.1),
+        ("linear", 9999, 0.1),
+        ("constant", 700, 1.0),
+    ],
+)
+def test_schedules(name: str, update: int, expected: float) -> None:
+    config = ScheduleConfig(name=name, warmup_updates=100, initial_lr=0.0, final_lr=0.1)
+    assert learning_rate(update, 1.0, config, max_updates=1100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["inverse_sqrt", "cosine", "linear", "constant"])
+def test_without_warmup_training_starts_at_the_peak(name: str) -> None:
+    config = ScheduleConfig(name=name, warmup_updates=0)
+    assert learning_rate(1, 2.0, config, max_updates=10_000) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_weight_decay_spares_vectors_and_frozen_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    model[2].weight.requires_grad_(False)
+    groups = build_optimizer(OptimizerConfig(name="adamw", weight_decay=0.1), model).param_groups
+    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1, 1])]
+    assert isinstance(build_optimizer(OptimizerConfig(), model), torch.optim.Adam)
