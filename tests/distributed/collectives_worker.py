@@ -1,0 +1,39 @@
+"""One of several ranks that talk to one another; asserts what each hears."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_nmt.parallel.collectives import (
+    all_reduce_in_buckets,
+    any_rank,
+    barrier,
+    from_main,
+    gather_lists,
+    sum_over_ranks,
+)
+from deepspeed_nmt.parallel.world import join_world, leave_world
+
+
+def main() -> None:
+    world = join_world("cpu", timeout_s=30)
+    rank, ranks = world.rank, world.ranks
+    barrier(world)
+    assert sum_over_ranks({"b": 1.0, "a": float(rank)}, world) == {"a": ranks * (ranks - 1) / 2, "b": float(ranks)}
+    assert any_rank(rank == ranks - 1, world) and not any_rank(False, world)
+    assert from_main({"text": "größer", "n": [1, None]} if rank == 0 else "ignored", world) == {
+        "text": "größer",
+        "n": [1, None],
+    }
+    mine = [[rank, "ä" * i] for i in range(rank * 2)]  # rank 0 has nothing
+    everyone = gather_lists(mine, world)
+    assert everyone == [[r, "ä" * i] for r in range(ranks) for i in range(r * 2)]
+    tensors = [torch.full((3, 5), float(rank)), torch.full((7,), 1.0), torch.tensor(float(rank))]
+    all_reduce_in_buckets(tensors, world)
+    assert tensors[0].eq(ranks * (ranks - 1) / 2).all() and tensors[1].eq(ranks).all()
+    assert float(tensors[2]) == ranks * (ranks - 1) / 2
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Ranks hear the same from one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.world import join_world
+from tests.support import ROOT, run_ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_collectives(ranks: int, tmp_path: Path) -> None:
+    run_ranks([str(ROOT / "tests/distributed/collectives_worker.py")], ranks, tmp_path, timeout=60)
+
+
+def test_ranks_that_cannot_meet_are_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="2 processes need MASTER_ADDR and MASTER_PORT"):
+        join_world("cpu")

@@ -1,0 +1,93 @@
+"""DeepSpeed's JSON: what is completed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, wanted_precision, zero_stage
+from deepspeed_nmt.errors import ConfigError
+from tests.support import ROOT
+
+FILES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
+
+
+def problems(content: dict[str, Any], **changes: Any) -> list[str]:
+    """The sentences a configuration is refused with."""
+    settings: dict[str, Any] = {"ranks": 4, "clip_norm": 1.0, "precision": "fp32", **changes}
+    with pytest.raises(ConfigError) as caught:
+        complete_ds_config(content, **settings)
+    return caught.value.problems
+
+
+def test_the_files_that_come_with_the_program() -> None:
+    assert set(FILES) == {"zero0", "zero1", "zero2", "zero3", "zero3_offload", "cpu", "v100_fp16"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_is_completed_and_nothing_stays_auto(name: str) -> None:
+    content = load_ds_config(name)
+    wanted = wanted_precision(content, "auto")
+    precision = "fp32" if wanted == "auto" else wanted
+    completed = complete_ds_config(content, ranks=4, clip_norm=0.5, precision=precision)  # type: ignore[arg-type]
+    assert "auto" not in json.dumps(completed)
+    assert completed["train_batch_size"] == 4 and completed["gradient_accumulation_steps"] == 1
+    assert completed["gradient_clipping"] == 0.5
+    assert completed["fp16"]["enabled"] is (name == "v100_fp16")
+
+
+def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    assert zero_stage(load_ds_config(str(file))) == 1
+    file.write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object, but holds a list"):
+        load_ds_config(str(file))
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_ds_config(str(file))
+
+
+def test_a_missing_file_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="but is 'zero22'; did you mean 'zero2'?"):
+        load_ds_config("zero22")
+
+
+def test_numbers_that_contradict_the_run_are_named_with_their_owner() -> None:
+    content = {"train_batch_size": 256, "gradient_clipping": 5.0, "zero_optimisation": {}, "optimizer": {}}
+    found = problems(content)
+    assert len(found) == 4
+    assert any(
+        "'train_batch_size' must be \"auto\"" in p and "batch.update_tokens" in p and "256" in p for p in found
+    )
+    assert any("'gradient_clipping'" in p and "optimizer.clip_norm" in p for p in found)
+    assert any("no setting 'zero_optimisation'; did you mean 'zero_optimization'?" in p for p in found)
+    assert any("'optimizer' must not be" in p and "optimizer.*" in p for p in found)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_zero_0_with_16_bit_is_refused(precision: str) -> None:
+    (sentence,) = problems({"zero_optimization": {"stage": 0}}, precision=precision)
+    assert "needs ZeRO stage 1 or more" in sentence and "engine.ds_config=zero1" in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "setting", "message"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto", "both fp16 and bf16"),
+        ({"fp16": {"enabled": True}}, "bf16", "enables fp16, but engine.precision is bf16"),
+        ({"bf16": {"enabled": False}}, "bf16", "but the DeepSpeed configuration disables it"),
+    ],
+)
+def test_contradicting_precisions_are_refused(content: dict[str, Any], setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wanted_precision(content, setting)
+
+
+def test_precision_comes_from_either_side() -> None:
+    assert wanted_precision({"fp16": {"enabled": True}}, "auto") == "fp16"
+    assert wanted_precision({"fp16": {"enabled": "auto"}}, "fp16") == "fp16"
+    assert wanted_precision({}, "auto") == "auto"

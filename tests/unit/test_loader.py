@@ -1,0 +1,84 @@
+"""Batches and the order they come in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, collate
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.errors import ConfigError
+from tests.support import random_corpus
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return random_corpus(tmp_path, pairs=200, vocab=50, seed=2)
+
+
+def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, micro: int = 200) -> TrainLoader:
+    return TrainLoader(corpus, BatchConfig(update_tokens=600, micro_tokens=micro), 3, rank, ranks, PAD, BOS, EOS)
+
+
+def test_a_batch_is_padded_and_shifted(tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path, "train", 50) as writer:
+        writer.append([[7, 8, 9], [10]], [[11], [12, 13]])
+    batch = collate(Corpus(tmp_path, "train"), np.array([0, 1]), PAD, BOS, EOS)
+    assert batch.source_BS.tolist() == [[7, 8, 9, EOS], [10, EOS, PAD, PAD]]
+    assert batch.target_input_BT.tolist() == [[BOS, 11, PAD], [BOS, 12, 13]]
+    assert batch.target_output_BT.tolist() == [[11, EOS, PAD], [12, 13, EOS]]
+    assert (batch.source_tokens, batch.target_tokens, batch.padded_tokens) == (6, 5, 8)
+    assert batch.source_padded and batch.sentence_ids_B.tolist() == [0, 1]
+
+
+def test_an_empty_batch_can_be_run_and_weighs_nothing(corpus: Corpus) -> None:
+    batch = collate(corpus, np.array([], dtype=np.int64), PAD, BOS, EOS)
+    assert batch.source_BS.tolist() == [[EOS]] and batch.target_output_BT.tolist() == [[PAD]]
+    assert batch.target_tokens == 0
+
+
+def test_updates_go_on_from_any_position(corpus: Corpus) -> None:
+    straight = list(itertools.islice(loader(corpus).updates(Cursor(), 1), 12))
+    assert {update.after.epoch for update in straight} >= {0, 1}, "over the end of an epoch"
+    for start in (3, 7):
+        resumed = next(loader(corpus).updates(straight[start - 1].after, start + 1))
+        assert resumed.number == straight[start].number and resumed.after == straight[start].after
+        for ours, theirs in zip(resumed.micro_batches, straight[start].micro_batches, strict=True):
+            assert ours.source_BS.equal(theirs.source_BS) and ours.update == theirs.update
+
+
+def test_ranks_share_an_update(corpus: Corpus) -> None:
+    alone = next(loader(corpus).updates(Cursor(), 1))
+    shares = [next(loader(corpus, rank, 3).updates(Cursor(), 1)) for rank in range(3)]
+    assert len({len(share.micro_batches) for share in shares}) == 1
+    assert {share.target_tokens for share in shares} == {alone.target_tokens}
+    ids = sorted(int(i) for share in shares for b in share.micro_batches for i in b.sentence_ids_B if i >= 0)
+    assert ids == sorted(int(i) for b in alone.micro_batches for i in b.sentence_ids_B)
+    assert sum(b.target_tokens for share in shares for b in share.micro_batches) == alone.target_tokens
+
+
+def test_a_long_sentence_is_refused_before_training(corpus: Corpus) -> None:
+    with pytest.raises(ConfigError, match="micro_tokens"):
+        loader(corpus, micro=5)
+
+
+def test_prefetching_keeps_order_passes_errors_and_closes() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+        raise RuntimeError("broken disk")
+
+    ahead = Prefetcher(numbers(), depth=2)
+    assert [ahead.next() for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="broken disk"):
+        ahead.next()
+    endless = Prefetcher(itertools.count(), depth=2)
+    assert endless.next() == 0
+    endless.close()
+    assert not endless._thread.is_alive()

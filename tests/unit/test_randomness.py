@@ -1,0 +1,36 @@
+"""Random choices as functions: pinned, so that no library can change a run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepspeed_nmt import randomness
+
+
+def test_values_are_pinned() -> None:
+    assert randomness.key(1, 2, 3) == PINNED_KEY
+    assert randomness.permutation(8, 5, 6).tolist() == PINNED_PERMUTATION
+
+
+PINNED_KEY = 7702586659592502839
+PINNED_PERMUTATION = [5, 0, 4, 1, 6, 2, 7, 3]
+
+
+def test_order_and_number_of_parts_matter() -> None:
+    assert len({randomness.key(*parts) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), ())}) == 5
+
+
+def test_an_array_of_keys_is_the_keys() -> None:
+    assert randomness.keys(100, 4, 2).tolist() == [randomness.key(4, 2, i) for i in range(100)]
+
+
+def test_uniform_is_uniform() -> None:
+    values = np.array([randomness.uniform(9, i) for i in range(20_000)])
+    assert values.min() >= 0.0 and values.max() < 1.0
+    counts, _ = np.histogram(values, bins=10, range=(0, 1))
+    assert np.abs(counts - 2000).max() < 200
+
+
+def test_a_permutation_holds_everything_once() -> None:
+    assert sorted(randomness.permutation(1000, 1)) == list(range(1000))
+    assert not np.array_equal(randomness.permutation(1000, 1), randomness.permutation(1000, 2))
