@@ -5,8 +5,9 @@ Legend: B sentences, T target length, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -14,9 +15,8 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 
 
-@dataclass(frozen=True)
-class LossOutput:
-    """What one micro-batch contributes to an update.
+class LossOutput(NamedTuple):
+    """What one micro-batch contributes to an update. A tuple, because ZeRO-3 looks for tensors in those.
 
     Attributes:
         loss: what is minimised, *summed* over target tokens (fp32 scalar). The engine divides by the tokens of the
@@ -27,7 +27,7 @@ class LossOutput:
 
     loss: Tensor
     nll: Tensor
-    terms: dict[str, Tensor] = field(default_factory=dict)
+    terms: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Objective(Protocol):

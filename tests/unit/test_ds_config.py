@@ -52,7 +52,7 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_gets_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="but is 'zero22'; did you mean 'zero2'?"):
+    with pytest.raises(ConfigError, match=r"but is 'zero22'; did you mean 'zero2'\?"):
         load_ds_config("zero22")
 
 
