@@ -101,6 +101,17 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def reference() -> str:
+    """All settings, their defaults and meanings, as Markdown. docs/configuration.md holds it."""
+    lines = ["# Settings", "", "Written by `deepspeed_nmt.config.reference()`; a test compares.", ""]
+    for name, field in RunConfig.model_fields.items():
+        lines += [f"## {name}", "", "| setting | default | meaning |", "|---|---|---|"]
+        for key, part in type(field.default).model_fields.items():
+            lines.append(f"| `{name}.{key}` | `{part.default}` | {part.description or ''} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
     sections: dict[str, Any] = {}
     for name, content in merged.items():

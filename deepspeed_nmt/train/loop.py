@@ -26,7 +26,7 @@ from deepspeed_nmt.train.signals import StopRequest
 class TrainingConfig(Config):
     """How long to train, and how often to look."""
 
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, description="of weights, order of the data, and dropout")
     max_updates: int = Field(default=100_000, ge=1, description="stop after so many updates")
     max_epochs: int = Field(default=0, ge=0, description="stop after so many passes over the data; 0: no limit")
     log_every: int = Field(default=100, ge=1, description="updates between two lines of the log")

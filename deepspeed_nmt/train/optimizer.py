@@ -15,11 +15,11 @@ from deepspeed_nmt.registry import Config
 class OptimizerConfig(Config):
     """Adam, or AdamW with decoupled weight decay."""
 
-    name: Literal["adam", "adamw"] = "adam"
+    name: Literal["adam", "adamw"] = Field(default="adam", description="adamw: decoupled weight decay")
     lr: float = Field(default=7e-4, gt=0.0, description="peak learning rate")
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(default=0.98, ge=0.0, lt=1.0)
-    eps: float = Field(default=1e-9, gt=0.0)
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean")
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of its square's running mean")
+    eps: float = Field(default=1e-9, gt=0.0, description="added to the denominator")
     weight_decay: float = Field(default=0.0, ge=0.0, description="on matrices; biases and LayerNorms are left out")
     clip_norm: float = Field(default=1.0, ge=0.0, description="gradients are scaled down to this norm; 0: never")
 
@@ -27,7 +27,9 @@ class OptimizerConfig(Config):
 class ScheduleConfig(Config):
     """How the learning rate goes over the updates: linearly up to ``optimizer.lr``, then down."""
 
-    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = "inverse_sqrt"
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
+        default="inverse_sqrt", description="shape after the warm-up"
+    )
     warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
     initial_lr: float = Field(default=1e-7, ge=0.0, description="where the warm-up starts")
     final_lr: float = Field(default=0.0, ge=0.0, description="where cosine and linear end, at training.max_updates")

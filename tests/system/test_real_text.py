@@ -1,7 +1,7 @@
 """A short training on real text: Multi30k, English to German.
 
-A broken model cannot pass: copying the source, or one caption over and over as a decoder that ignores the source would
-write, stays under half the threshold.
+A broken model cannot pass: copying the source stays under half the threshold, and so does one caption over and over,
+which is what a decoder that ignores the source would write.
 """
 
 from __future__ import annotations

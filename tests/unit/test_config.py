@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import RunConfig, load_config, recipes
+from deepspeed_nmt.config import RunConfig, load_config, recipes, reference
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
+from tests.support import ROOT
 
 
 def problems(*settings: str, recipe: str | None = None) -> list[str]:
@@ -109,3 +110,7 @@ def test_plan_counts_the_papers_parameters(
 ) -> None:
     assert main(["plan", "--recipe", recipe, "--vocab-size", str(vocab), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] / 1e6 == pytest.approx(millions, rel=0.015)
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == reference()
