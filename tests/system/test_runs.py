@@ -107,7 +107,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: P
     run = tmp_path / "run"
     command = [sys.executable, "-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *small]
     long = [*command, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # As many threads as this process: equal bits need equal thread counts.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(long, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
