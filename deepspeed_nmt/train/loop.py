@@ -107,18 +107,21 @@ def train(
                 saved_at = _save(store, engine, progress, best, world, saved_at)
             if stopping:
                 break
-            if config.patience and progress.validations_since_best >= config.patience:
-                logger.info("no better score in %d validations: stopping early", config.patience)
-                break
     finally:
         updates.close()
     if saved_at != progress.update:
         _save(store, engine, progress, False, world, saved_at, must=True)
+    if config.patience and progress.validations_since_best >= config.patience:
+        logger.info("no better score in %d validations: stopped early", config.patience)
     return progress
 
 
 def _finished(config: TrainingConfig, progress: Progress) -> bool:
-    return progress.update >= config.max_updates or bool(config.max_epochs and progress.epoch >= config.max_epochs)
+    return (
+        progress.update >= config.max_updates
+        or bool(config.max_epochs and progress.epoch >= config.max_epochs)
+        or bool(config.patience and progress.validations_since_best >= config.patience)
+    )
 
 
 def _due(every: int, progress: Progress) -> bool:

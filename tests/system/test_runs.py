@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,3 +272,23 @@ def test_stopping_takes_one_update(data: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         assert stop and stop.signal_name == "SIGINT"
+
+
+def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path, small: list[str]) -> None:
+    run = tmp_path / "run"
+    frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.best_by=loss", "validation.bleu=false"]
+    settings = [*small, *frozen, "training.patience=2", "training.max_updates=400"]
+    for _ in range(2):  # started again, it is still finished
+        assert train(data, run, *settings) == 0
+        (last,) = (run / "checkpoints").glob("update-*012")
+        progress = Checkpoint(last).progress
+        assert (progress.update, progress.best_update, progress.validations_since_best) == (12, 4, 2)
+        assert len(list((run / "checkpoints").glob("update-*"))) == 3
+
+
+def test_a_run_goes_on_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    assert train(data, run, "training.max_updates=14") == 0
+    assert Checkpoint(run / "checkpoints" / "update-0000014").progress.update == 14
+    assert "dim: 32" in (run / "config.yaml").read_text()
