@@ -12,6 +12,7 @@ the same run directory resumes the run. It exits with 75 when a signal stopped i
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from deepspeed_nmt.errors import EXIT_STOPPED
@@ -58,6 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = join_world(config.engine.device, config.engine.timeout_s)
     setup_logging(world.rank)
+    if config.engine.deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS is only repeatable with a fixed workspace
     torch.use_deterministic_algorithms(config.engine.deterministic)
     try:
         if world.is_main:
