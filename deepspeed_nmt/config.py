@@ -15,21 +15,24 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean
-from deepspeed_nmt.methods import MODELS, OBJECTIVES
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
+from deepspeed_nmt.methods.combinations import problems_of
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import StandardLayerConfig, TransformerConfig
 from deepspeed_nmt.registry import Config, Registry
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.train.loop import TrainingConfig
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
 
+_DEFAULT_LIKELIHOOD = "label_smoothed"
+
 RECIPES = Path(__file__).parent / "recipes"
 
 # Sections whose class depends on the `name` in them, and the name they have by default.
 _BY_NAME: dict[str, tuple[Registry[Any], str]] = {
     "model": (MODELS, "transformer"),
-    "objective": (OBJECTIVES, "label_smoothed"),
+    "layer": (LAYERS, "standard"),
     "search": (SEARCHES, "beam"),
 }
 
@@ -44,10 +47,15 @@ class ValidationConfig(Config):
 
 
 class RunConfig(Config):
-    """Everything that decides a run, besides its data."""
+    """Everything that decides a run, besides its data.
+
+    Attributes:
+        objective: its parts by name: one likelihood, and any terms.
+    """
 
     model: SerializeAsAny[Config] = TransformerConfig()
-    objective: SerializeAsAny[Config] = LabelSmoothedConfig()
+    layer: SerializeAsAny[Config] = StandardLayerConfig()
+    objective: Mapping[str, SerializeAsAny[Config]] = {_DEFAULT_LIKELIHOOD: LabelSmoothedConfig()}
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     batch: BatchConfig = BatchConfig()
@@ -104,12 +112,30 @@ def recipes() -> list[str]:
 def reference() -> str:
     """All settings, their defaults and meanings, as Markdown. docs/configuration.md holds it."""
     lines = ["# Settings", "", "Written by `deepspeed_nmt.config.reference()`; a test compares.", ""]
-    for name, field in RunConfig.model_fields.items():
-        lines += [f"## {name}", "", "| setting | default | meaning |", "|---|---|---|"]
-        for key, part in type(field.default).model_fields.items():
-            lines.append(f"| `{name}.{key}` | `{part.default}` | {part.description or ''} |")
-        lines.append("")
+    for name in RunConfig.model_fields:
+        for title, prefix, config in _documented(name):
+            if not config.model_fields:
+                continue
+            lines += [f"## {title}", "", "| setting | default | meaning |", "|---|---|---|"]
+            for key, part in config.model_fields.items():
+                lines.append(f"| `{prefix}.{key}` | `{part.default}` | {part.description or ''} |")
+            lines.append("")
     return "\n".join(lines)
+
+
+def _documented(section: str) -> Iterator[tuple[str, str, type[Config]]]:
+    """(title, prefix of its settings, class) of each table that describes a section."""
+    if section in _BY_NAME:
+        registry, default = _BY_NAME[section]
+        for entry in registry:
+            title = section if entry == default else f"{section} `name: {entry}`"
+            yield title, section, registry[entry].config
+    elif section == "objective":
+        for table in (LIKELIHOODS, TERMS):
+            for entry in table:
+                yield f"objective: {entry}", f"objective.{entry}", table[entry].config
+    else:
+        yield section, section, _section(section)
 
 
 def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
@@ -122,14 +148,53 @@ def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
             problems.append(f"{name} must be a section with keys, but is {content!r}")
             continue
         try:
-            sections[name] = _section(name).model_validate(content) if name not in _BY_NAME else _named(name, content)
+            if name == "objective":
+                sections[name] = _objective(content)
+            elif name in _BY_NAME:
+                sections[name] = _named(name, content)
+            else:
+                sections[name] = _section(name).model_validate(content)
         except ConfigError as error:
             problems.extend(error.problems)
         except ValidationError as error:
-            problems.extend(_sentence(name, problem, content) for problem in error.errors())
+            problems.extend(_sentence(name, problem) for problem in error.errors())
     if problems:
         raise ConfigError(problems)
-    return RunConfig(**sections)
+    config = RunConfig(**sections)
+    if contradictions := problems_of(config.model, config.layer, config.objective):
+        raise ConfigError(contradictions)
+    return config
+
+
+def _objective(content: dict[str, Any]) -> dict[str, Config]:
+    """The parts of an objective by name; null takes one out.
+
+    Raises:
+        ConfigError: for unknown parts, wrong settings, and any number of likelihoods but one.
+    """
+    named = {_DEFAULT_LIKELIHOOD: {}, **content}
+    known = [*LIKELIHOODS, *TERMS]
+    parts: dict[str, Config] = {}
+    problems: list[str] = []
+    for name, settings in named.items():
+        if name not in known:
+            problems.append(f"objective has no part '{name}'{did_you_mean(name, known)}")
+        elif settings is not None and not isinstance(settings, dict):
+            problems.append(f"objective.{name} must be a section with keys, or null, but is {settings!r}")
+        elif settings is not None:
+            table: Registry[Any] = LIKELIHOODS if name in LIKELIHOODS else TERMS
+            try:
+                parts[name] = table[name].config.model_validate(settings)
+            except ValidationError as error:
+                problems.extend(_sentence(f"objective.{name}", problem) for problem in error.errors())
+    chosen = [name for name in parts if name in LIKELIHOODS]
+    if len(chosen) != 1 and not problems:
+        problems.append(
+            f"objective must have one of {', '.join(LIKELIHOODS)}, but has {' and '.join(chosen) or 'none'}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return parts
 
 
 def _named(section: str, content: dict[str, Any]) -> Config:
@@ -143,7 +208,7 @@ def _section(name: str) -> type[Config]:
     return section
 
 
-def _sentence(section: str, problem: Mapping[str, Any], content: dict[str, Any]) -> str:
+def _sentence(section: str, problem: Mapping[str, Any]) -> str:
     """One of pydantic's complaints, in our words."""
     key = ".".join([section, *map(str, problem["loc"])])
     if problem["type"] == "extra_forbidden":
@@ -167,12 +232,8 @@ def _unknown(key: str, section: str) -> str:
 
 def _all_keys() -> Iterator[str]:
     for name in RunConfig.model_fields:
-        if name in _BY_NAME:
-            registry, _ = _BY_NAME[name]
-            fields = {field for entry in registry for field in registry[entry].config.model_fields}
-        else:
-            fields = set(_section(name).model_fields)
-        yield from (f"{name}.{field}" for field in sorted(fields))
+        keys = {f"{prefix}.{field}" for _, prefix, config in _documented(name) for field in config.model_fields}
+        yield from sorted(keys)
 
 
 def _recipe(name: str) -> dict[str, Any]:

@@ -7,13 +7,29 @@ version of any library.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a choice is for: the second part of its key, after the seed, so that no two kinds of choice are related."""
+
+    SHUFFLE = 1
+    GRAINS = 2
+    DROPOUT = 3
+    CROSS_ATTENTION_DROP = 4
+    MASK_RATIO = 5
+    MASKED_TOKENS = 6
+    COLLAPSE_SLICE = 7
 
 
 def _mix(value: int) -> int:
@@ -47,3 +63,30 @@ def keys(count: int, *parts: int) -> NDArray[np.uint64]:
 def permutation(count: int, *parts: int) -> NDArray[np.int64]:
     """A permutation of 0..count-1 that stands for ``parts``."""
     return np.argsort(keys(count, *parts), kind="stable")
+
+
+def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
+    """``uniform(*parts, number, i)`` for each number and i in 0..count-1, on the numbers' device.
+
+    Shape: int64 (B,) -> fp64 (B, count)
+    """
+    golden = _signed(_GOLDEN)
+    base_B = _mix_tensor(numbers_B + _signed((key(*parts) + _GOLDEN) & _MASK))
+    positions = torch.arange(count, device=numbers_B.device)
+    keys_BN = _mix_tensor(base_B.unsqueeze(1) + golden + positions)
+    return _shifted(keys_BN, 11).double() * 2.0**-53
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right; torch's int64 has only the arithmetic one."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_tensor(values: Tensor) -> Tensor:
+    values = (values ^ _shifted(values, 30)) * _signed(_MUL_1)
+    values = (values ^ _shifted(values, 27)) * _signed(_MUL_2)
+    return values ^ _shifted(values, 31)

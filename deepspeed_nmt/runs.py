@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -22,30 +23,34 @@ from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.methods import MODELS, OBJECTIVES
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
 
 # What a run cannot change on the way and still be the same run.
-_FIXED = ("model", "objective", "optimizer.name", "training.seed", "batch.update_tokens")
+_FIXED = ("model", "layer", "objective", "optimizer.name", "training.seed", "batch.update_tokens")
 
 
-def build_model(config: RunConfig, vocab_size: int, pad: int) -> TranslationModel:
+def build_model(config: RunConfig, vocabulary: Vocabulary) -> TranslationModel:
     """The model of a run; its weights follow the run's seed."""
     torch.manual_seed(config.training.seed)
-    entry = MODELS[config.model.model_dump()["name"]]
-    return entry.build(config.model, vocab_size, pad)
+    model, layer = MODELS[config.model.model_dump()["name"]], LAYERS[config.layer.model_dump()["name"]]
+    return model.build(config.model, vocabulary, partial(layer.build, config.layer))
 
 
-def build_objective(config: RunConfig, pad: int) -> Objective:
+def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
     """The objective of a run."""
-    entry = OBJECTIVES[config.objective.model_dump()["name"]]
-    return entry.build(config.objective, pad)
+    (likelihood,) = (
+        LIKELIHOODS[name].build(part, vocabulary) for name, part in config.objective.items() if name in LIKELIHOODS
+    )
+    terms = [TERMS[name].build(part, vocabulary) for name, part in config.objective.items() if name in TERMS]
+    return Objective(likelihood, terms)
 
 
 def load_weights(model: TranslationModel, checkpoint: Checkpoint) -> None:
@@ -102,7 +107,7 @@ class Run:
     def model(self, which: str) -> TranslationModel:
         """The model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
         checkpoint = self.checkpoints.open(which)
-        model = build_model(self.config, self.tokenizer.size, self.tokenizer.pad)
+        model = build_model(self.config, self.tokenizer.vocabulary)
         load_weights(model, checkpoint)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
         return model.eval()

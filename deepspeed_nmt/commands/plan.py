@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.runs import build_model
 
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--vocab-size must be at least 4, but is {arguments.vocab_size}")
     config = load_config(arguments.recipe, settings=arguments.settings)
     with torch.device("meta"):
-        model = build_model(config, arguments.vocab_size, 0)
+        model = build_model(config, Vocabulary(arguments.vocab_size))
     count = sum(parameter.numel() for parameter in model.parameters())
     if arguments.json:
         result = {"recipe": arguments.recipe, "vocab_size": arguments.vocab_size, "parameters": count}

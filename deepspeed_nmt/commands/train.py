@@ -73,17 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
             store = CheckpointStore(arguments.run / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
             checkpoint = store.newest()
             progress = checkpoint.progress if checkpoint is not None else Progress()
-            specials = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
             corpus = data.corpus("train")
-            loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, *specials)
-            model = build_model(config, tokenizer.size, tokenizer.pad)
-            copy = build_model(config, tokenizer.size, tokenizer.pad)
+            loader = TrainLoader(
+                corpus, config.batch, config.training.seed, world.rank, world.ranks, tokenizer.vocabulary
+            )
+            model = build_model(config, tokenizer.vocabulary)
+            copy = build_model(config, tokenizer.vocabulary)
             if checkpoint is not None:
                 load_weights(model, checkpoint)
-            objective = build_objective(config, tokenizer.pad)
+            objective = build_objective(config, tokenizer.vocabulary)
             module = TrainModule(model, objective)
             optimizer = build_optimizer(config.optimizer, module.to(world.device))
-            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), *specials)
+            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), tokenizer.vocabulary)
             engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
             logger.info(
                 "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",

@@ -79,9 +79,8 @@ class ModelValidator:
         limits = self._batch.model_copy(update={"micro_tokens": max(longest, self._batch.micro_tokens)})
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
         everything = torch.arange(len(self._corpus)).numpy()
-        tokenizer = self._tokenizer
         for group in cut_update(everything, source, target, self._world.ranks, limits)[self._world.rank]:
-            batch = collate(self._corpus, group, tokenizer.pad, tokenizer.bos, tokenizer.eos)
+            batch = collate(self._corpus, group, self._tokenizer.vocabulary)
             with torch.no_grad():
                 output = self._objective(self._model, batch.to(self._world.device))
             sums["loss"] += float(output.loss)

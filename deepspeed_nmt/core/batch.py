@@ -26,6 +26,8 @@ class Batch:
         seed: the run's seed.
         update: number of the update this micro-batch belongs to, from 1.
         micro: number of this micro-batch within its update on its rank, from 0.
+        update_tokens: target tokens of the whole update, over all micro-batches and ranks; 0 outside of training.
+        update_sentences: its sentence pairs; 0 outside of training.
     """
 
     source_BS: Tensor
@@ -38,6 +40,8 @@ class Batch:
     seed: int = 0
     update: int = 0
     micro: int = 0
+    update_tokens: int = 0
+    update_sentences: int = 0
 
     @property
     def source_padded(self) -> bool:

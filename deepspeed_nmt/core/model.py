@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection
+from deepspeed_nmt.nn.layers import Draw
 
 TOP = "top"
 """Name of the exit at the top of the decoder, which every model has."""
@@ -59,8 +60,12 @@ class TranslationModel(nn.Module, ABC):
         """Encode sources. ``padded=False`` promises that no position is padding. Shape: (B,S) -> (B,S,D)"""
 
     @abstractmethod
-    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
-        """Decoder states of whole sentences at each exit. Shape: (B,T) -> (B,T,D) each"""
+    def decode(self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None) -> dict[str, Tensor]:
+        """Decoder states of whole sentences at each exit. Shape: (B,T) -> (B,T,D) each
+
+        Args:
+            draw: what the random choices of a method are functions of; needed in training.
+        """
 
     @abstractmethod
     def begin(self) -> DecoderCache:
@@ -77,4 +82,4 @@ class TranslationModel(nn.Module, ABC):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Decoder states at each exit, teacher-forced. Shape: -> (B,T,D) each"""
         memory = self.encode(batch.source_BS, padded=batch.source_padded)
-        return self.decode(batch.target_input_BT, memory)
+        return self.decode(batch.target_input_BT, memory, Draw(batch.seed, batch.update))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.plan import BatchConfig, Indices, check_lengths, cut_update, plan_epoch
 
@@ -56,16 +57,31 @@ class Update:
 
 
 def collate(
-    corpus: Corpus, indices: Indices, pad: int, bos: int, eos: int, seed: int = 0, update: int = 0, micro: int = 0
+    corpus: Corpus,
+    indices: Indices,
+    vocabulary: Vocabulary,
+    *,
+    source_indices: Indices | None = None,
+    seed: int = 0,
+    update: int = 0,
+    micro: int = 0,
+    update_tokens: int = 0,
+    update_sentences: int = 0,
 ) -> Batch:
     """Pad some sentence pairs into a batch. Without any, make the smallest batch that a model can run: its source is
     one end-of-sentence token, its target only padding, so it weighs nothing.
+
+    Args:
+        source_indices: where the sources come from, if not from the same pairs.
+        seed, update, micro, update_tokens, update_sentences: see :class:`Batch`.
     """
+    place = (vocabulary.pad, seed, update, micro, update_tokens, update_sentences)
+    pad, bos, eos = vocabulary.pad, vocabulary.bos, vocabulary.eos
     if len(indices) == 0:
         eos_11 = torch.full((1, 1), eos)
         pad_11 = torch.full((1, 1), pad)
-        return Batch(eos_11, pad_11, pad_11, torch.tensor([-1]), 0, 0, pad, seed, update, micro)
-    sources = [corpus.source(int(i)) for i in indices]
+        return Batch(eos_11, pad_11, pad_11, torch.tensor([-1]), 0, 0, *place)
+    sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
     targets = [corpus.target(int(i)) for i in indices]
     rows, s_max, t_max = len(indices), max(map(len, sources)) + 1, max(map(len, targets)) + 1
     source_BS = np.full((rows, s_max), pad, dtype=np.int64)
@@ -79,16 +95,13 @@ def collate(
         output_BT[row, : len(target)] = target
         output_BT[row, len(target)] = eos
     return Batch(
-        source_BS=torch.from_numpy(source_BS),
-        target_input_BT=torch.from_numpy(input_BT),
-        target_output_BT=torch.from_numpy(output_BT),
-        sentence_ids_B=torch.from_numpy(indices.copy()),
-        target_tokens=sum(map(len, targets)) + rows,
-        source_tokens=sum(map(len, sources)) + rows,
-        pad=pad,
-        seed=seed,
-        update=update,
-        micro=micro,
+        torch.from_numpy(source_BS),
+        torch.from_numpy(input_BT),
+        torch.from_numpy(output_BT),
+        torch.from_numpy(indices.copy()),
+        sum(map(len, targets)) + rows,
+        sum(map(len, sources)) + rows,
+        *place,
     )
 
 
@@ -100,14 +113,14 @@ class TrainLoader:
         config: batch sizes.
         seed: of the run.
         rank, ranks: this process among the data-parallel ones.
-        pad, bos, eos: token ids.
+        vocabulary: its special tokens.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
     """
 
     def __init__(
-        self, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, pad: int, bos: int, eos: int
+        self, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, vocabulary: Vocabulary
     ) -> None:
         check_lengths(corpus.source_lengths, corpus.target_lengths, config)
         self.corpus = corpus
@@ -115,7 +128,7 @@ class TrainLoader:
         self.seed = seed
         self.rank = rank
         self.ranks = ranks
-        self.pad, self.bos, self.eos = pad, bos, eos
+        self.vocabulary = vocabulary
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
         """Updates from ``start`` on, the first of which is the run's update ``number``."""
@@ -128,7 +141,7 @@ class TrainLoader:
                 cut = cut_update(sentences, source, target, self.ranks, self.config)
                 index += 1
                 after = Cursor(epoch, index) if index < len(plan) else Cursor(epoch + 1, 0)
-                yield self._assemble(cut[self.rank], int(target[sentences].sum()), number, after)
+                yield self._assemble(cut[self.rank], len(sentences), int(target[sentences].sum()), number, after)
                 number += 1
             epoch, index = epoch + 1, 0
 
@@ -139,9 +152,20 @@ class TrainLoader:
         )
         return len(plan)
 
-    def _assemble(self, groups: list[Indices], target_tokens: int, number: int, after: Cursor) -> Update:
+    def _assemble(
+        self, groups: list[Indices], sentences: int, target_tokens: int, number: int, after: Cursor
+    ) -> Update:
         batches = [
-            collate(self.corpus, group, self.pad, self.bos, self.eos, self.seed, number, micro)
+            collate(
+                self.corpus,
+                group,
+                self.vocabulary,
+                seed=self.seed,
+                update=number,
+                micro=micro,
+                update_tokens=target_tokens,
+                update_sentences=sentences,
+            )
             for micro, group in enumerate(groups)
         ]
         return Update(

@@ -30,7 +30,6 @@ from deepspeed_nmt.registry import Config
 Lengths = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
-_SHUFFLE, _GRAINS = 1, 2  # what a random choice is for
 _WINDOW_UPDATES = 256
 """Updates in a window: enough that sentences of nearly equal length in both languages meet."""
 
@@ -78,7 +77,7 @@ def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_t
 
     Every sentence is in exactly one update.
     """
-    shuffled = randomness.permutation(len(target), seed, _SHUFFLE, epoch)
+    shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
     grain = grain_tokens(update_tokens)
     window_of = (np.cumsum(target[shuffled], dtype=np.int64) - 1) // (_WINDOW_UPDATES * update_tokens)
     cuts = np.flatnonzero(np.diff(window_of)) + 1
@@ -88,7 +87,7 @@ def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_t
         window = window[by_length(source[window], target[window])]
         grain_of = (np.cumsum(target[window], dtype=np.int64) - 1) // grain
         _, starts, counts = np.unique(grain_of, return_index=True, return_counts=True)
-        drawn = randomness.permutation(len(starts), seed, _GRAINS, epoch, number)
+        drawn = randomness.permutation(len(starts), seed, randomness.Purpose.GRAINS, epoch, number)
         pieces.extend(window[starts[g] : starts[g] + counts[g]] for g in drawn)
         sizes.append(counts[drawn])
     ends = np.cumsum(np.concatenate(sizes))

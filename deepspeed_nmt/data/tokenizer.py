@@ -17,6 +17,7 @@ from typing import Any
 
 import sentencepiece
 
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_write_bytes, atomic_write_text
@@ -60,6 +61,7 @@ class Tokenizer:
                 f"the vocabulary must be a SentencePiece model, but could not be read: {error}"
             ) from error
         self.size: int = self._processor.get_piece_size()
+        self.vocabulary = Vocabulary(self.size, PAD, BOS, EOS, UNK)
         processor = self._processor
         special = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
         if special != (PAD, BOS, EOS, UNK):

@@ -29,8 +29,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square, by torch's names."""
 
-_DROPOUT = 3  # what a random choice is for
-
 
 class EngineConfig(Config):
     """How updates are carried out."""
@@ -140,7 +138,7 @@ class Engine(ABC):
 
 def seed_dropout(batch: Batch, rank: int) -> None:
     """Make this micro-batch's dropout masks a function of (seed, update, micro-batch, rank), resumed or not."""
-    torch.manual_seed(randomness.key(batch.seed, _DROPOUT, batch.update, batch.micro, rank) >> 1)
+    torch.manual_seed(randomness.key(batch.seed, randomness.Purpose.DROPOUT, batch.update, batch.micro, rank) >> 1)
 
 
 def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:

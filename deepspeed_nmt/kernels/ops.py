@@ -5,6 +5,7 @@ Legend: N rows (sentence positions), D model width, V vocabulary, B batch, H hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,99 +73,184 @@ def attention(
     )
 
 
+def touch(x: Tensor, touched: Tensor) -> Tensor:
+    """``x`` itself, with ``touched`` in its history: whatever that came from gets a gradient of zero, not none.
+
+    The value of ``touched`` is never used, so it cannot spoil ``x``. Shape: any, any -> that of x
+    """
+    result: Tensor = _Touch.apply(x, touched)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, touched: Tensor) -> Tensor:
+        ctx.like = (touched.shape, touched.dtype, touched.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
+
+
 def projected_cross_entropy(
-    states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Label-smoothed cross-entropy of softmax(states weight^T), summed over rows, without ever holding all logits.
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows, without ever holding all logits.
 
     With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is the
-    plain negative log-likelihood. Rows are taken in chunks; each chunk's gradient is formed while its logits are at
-    hand, so the backward pass only scales. Only the first result carries a gradient.
+    plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means, and
+    ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one it is zero.
 
-    Shape: (N,D), (V,D), (N,) -> scalar, scalar, both fp32; rows whose target is ``ignore_index`` count zero.
+    Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
+    scales. Only the first result carries a gradient.
+
+    Shape: one or two (N,D), (V,D), (N,) -> three scalars, fp32 or wider; rows whose target is ``ignore_index`` count
+    zero.
     """
+    assert len(states) in (1, 2)
+    arguments = (targets_N, smoothing, ignore_index, divergence_weight)
     if not torch.is_grad_enabled():
-        loss, nll, _, _ = _cross_entropy_chunks(states_ND, weight_VD, targets_N, smoothing, ignore_index, False)
-        return loss, nll
-    result: tuple[Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        states_ND, weight_VD, targets_N, smoothing, ignore_index
+        return _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=False)[0]
+    result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        weight_VD, *arguments, *states
     )
     return result
 
 
 def projected_cross_entropy_ref(
-    states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
-    logits_NV = F.linear(states_ND, weight_VD).float()
-    loss = F.cross_entropy(
-        logits_NV, targets_N, ignore_index=ignore_index, label_smoothing=smoothing, reduction="sum"
-    )
-    nll = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
-    return loss, nll
-
-
-def _cross_entropy_chunks(
-    states_ND: Tensor,
+    states: Sequence[Tensor],
     weight_VD: Tensor,
     targets_N: Tensor,
     smoothing: float,
     ignore_index: int,
+    divergence_weight: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
+    counted = targets_N != ignore_index
+    logits = [F.linear(x, weight_VD)[counted] for x in states]
+    logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
+    targets = targets_N[counted]
+    loss, nll = (
+        sum(
+            (F.cross_entropy(x, targets, label_smoothing=e, reduction="sum") for x in logits), logits[0].new_zeros(())
+        )
+        / len(logits)
+        for e in (smoothing, 0.0)
+    )
+    divergence = torch.zeros_like(nll)
+    if len(logits) == 2:
+        p, q = (torch.log_softmax(x, dim=1) for x in logits)
+        divergence = (
+            F.kl_div(q, p, log_target=True, reduction="sum") + F.kl_div(p, q, log_target=True, reduction="sum")
+        ) / 2
+    return loss + divergence_weight * divergence, nll, divergence
+
+
+_Sums = tuple[Tensor, Tensor, Tensor]
+
+
+def _cross_entropy_chunks(
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Sums of loss and nll and, if asked, d loss / d states (N,D) and d loss / d weight (V,D; fp32 or wider)."""
-    rows, vocabulary = states_ND.shape[0], weight_VD.shape[0]
-    accumulate = torch.promote_types(states_ND.dtype, torch.float32)
-    loss = torch.zeros((), dtype=accumulate, device=states_ND.device)
-    nll = torch.zeros_like(loss)
-    d_states = torch.empty_like(states_ND) if with_gradient else None
+) -> tuple[_Sums, list[Tensor], Tensor | None]:
+    """The three sums and, if asked, d loss / d states (N,D) each and d loss / d weight (V,D; fp32 or wider)."""
+    rows, vocabulary = states[0].shape[0], weight_VD.shape[0]
+    accumulate = torch.promote_types(states[0].dtype, torch.float32)
+    loss, nll, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(3))
+    d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if with_gradient else None
-    step = max(1, _CHUNK_ELEMENTS // vocabulary)
+    share = 1.0 / len(states)
+    step = max(1, _CHUNK_ELEMENTS // (vocabulary * len(states)))
     for start in range(0, rows, step):
-        states, targets = states_ND[start : start + step], targets_N[start : start + step]
+        chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
         counted = targets != ignore_index
         index = torch.where(counted, targets, 0).unsqueeze(1)
-        logits = F.linear(states, weight_VD).to(accumulate)
-        log_p = torch.log_softmax(logits, dim=1)
-        chunk_nll = -log_p.gather(1, index).squeeze(1)
-        nll += torch.where(counted, chunk_nll, 0.0).sum()
-        chunk_loss = (1.0 - smoothing) * chunk_nll
-        if smoothing > 0.0:
-            chunk_loss = chunk_loss - smoothing / vocabulary * log_p.sum(dim=1)
-        loss += torch.where(counted, chunk_loss, 0.0).sum()
-        if d_states is None or d_weight is None:
-            continue
-        # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
-        d_logits = log_p.exp_()
-        if smoothing > 0.0:
-            d_logits -= smoothing / vocabulary
-        d_logits.scatter_add_(1, index, torch.full_like(index, -(1.0 - smoothing), dtype=accumulate))
-        d_logits *= counted.unsqueeze(1)
-        d_logits = d_logits.to(states.dtype)
-        torch.mm(d_logits, weight_VD, out=d_states[start : start + step])
-        if d_weight.dtype == states.dtype:
-            d_weight.addmm_(d_logits.t(), states)
-        else:
-            d_weight += d_logits.t() @ states
-    return loss, nll, d_states, d_weight
+        log_ps = [torch.log_softmax(F.linear(x, weight_VD).to(accumulate), dim=1) for x in chunks]
+        for log_p in log_ps:
+            chunk_nll = -log_p.gather(1, index).squeeze(1)
+            nll += share * torch.where(counted, chunk_nll, 0.0).sum()
+            chunk_loss = (1.0 - smoothing) * chunk_nll
+            if smoothing > 0.0:
+                chunk_loss = chunk_loss - smoothing / vocabulary * log_p.sum(dim=1)
+            loss += share * torch.where(counted, chunk_loss, 0.0).sum()
+        pulls: list[Tensor] = []
+        if len(states) == 2:
+            divergence_N, pulls = _divergence(log_ps[0], log_ps[1], with_gradient)
+            divergence += torch.where(counted, divergence_N, 0.0).sum()
+        for number, (x, log_p) in enumerate(zip(chunks, log_ps, strict=True)):
+            if d_weight is None:
+                continue
+            # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
+            d_logits = log_p.exp_()
+            if smoothing > 0.0:
+                d_logits -= smoothing / vocabulary
+            d_logits.scatter_add_(1, index, torch.full_like(index, -(1.0 - smoothing), dtype=accumulate))
+            if share != 1.0:
+                d_logits *= share
+            if pulls:
+                d_logits.add_(pulls[number], alpha=divergence_weight)
+            d_logits *= counted.unsqueeze(1)
+            d_logits = d_logits.to(x.dtype)
+            torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
+            if d_weight.dtype == x.dtype:
+                d_weight.addmm_(d_logits.t(), x)
+            else:
+                d_weight += d_logits.t() @ x
+    return (loss + divergence_weight * divergence, nll, divergence), d_states, d_weight
+
+
+def _divergence(log_p_NV: Tensor, log_q_NV: Tensor, with_gradient: bool) -> tuple[Tensor, list[Tensor]]:
+    """J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if asked, dJ / d logits of p and of q.
+
+    With r = log p - log q: dKL(p||q)/dz_p = p (r - KL(p||q)), and dKL(q||p)/dz_p = p - q. Shape: -> (N,), two (N,V)
+    """
+    p, q = log_p_NV.exp(), log_q_NV.exp()
+    ratio = log_p_NV - log_q_NV
+    forward_N1, backward_N1 = (p * ratio).sum(dim=1, keepdim=True), -(q * ratio).sum(dim=1, keepdim=True)
+    divergence_N = 0.5 * (forward_N1 + backward_N1).squeeze(1)
+    if not with_gradient:
+        return divergence_N, []
+    apart = p - q
+    pull_p = (p.mul_(ratio - forward_N1) + apart).mul_(0.5)
+    pull_q = (q.mul_(-ratio - backward_N1) - apart).mul_(0.5)
+    return divergence_N, [pull_p, pull_q]
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, smoothing: float, ignore_index: int
-    ) -> tuple[Tensor, Tensor]:
-        loss, nll, d_states, d_weight = _cross_entropy_chunks(
-            states_ND, weight_VD, targets_N, smoothing, ignore_index, True
+        ctx: Any,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        smoothing: float,
+        ignore_index: int,
+        divergence_weight: float,
+        *states: Tensor,
+    ) -> _Sums:
+        sums, d_states, d_weight = _cross_entropy_chunks(
+            states, weight_VD, targets_N, smoothing, ignore_index, divergence_weight, with_gradient=True
         )
-        ctx.save_for_backward(d_states, d_weight)
+        ctx.save_for_backward(d_weight, *d_states)
         ctx.weight_dtype = weight_VD.dtype
-        ctx.mark_non_differentiable(nll)
-        return loss, nll
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        d_states, d_weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_weight, *d_states = ctx.saved_tensors
         scale = gradients[0]
         # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
-        return d_states * scale.to(d_states.dtype), (d_weight * scale).to(ctx.weight_dtype), None, None, None
+        d_weight = (d_weight * scale).to(ctx.weight_dtype)
+        return d_weight, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)

@@ -6,12 +6,21 @@ To add a paper: write its file with a Config class and a build function, and add
 from __future__ import annotations
 
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.objective import Likelihood, Term
+from deepspeed_nmt.methods.ald import ALDConfig, build_ald
+from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
+from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig, build_label_smoothed
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.methods.transformer import (
+    StandardLayerConfig,
+    TransformerConfig,
+    build_standard_layer,
+    build_transformer,
+)
+from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.registry import Entry, Registry
 
-# name, configuration, builder: (config, vocab_size, pad) -> model
+# name, configuration, builder: (config, vocabulary, make_layer) -> model
 MODELS: Registry[TranslationModel] = Registry(
     "model",
     [
@@ -19,10 +28,29 @@ MODELS: Registry[TranslationModel] = Registry(
     ],
 )
 
-# name, configuration, builder: (config, pad) -> objective
-OBJECTIVES: Registry[Objective] = Registry(
-    "objective",
+# name, configuration, builder: (config, number, parts) -> decoder layer
+LAYERS: Registry[DecoderLayer] = Registry(
+    "layer",
+    [
+        Entry("standard", StandardLayerConfig, build_standard_layer),
+        Entry("cross_attention_drop", CrossAttentionDropConfig, build_cross_attention_drop),
+    ],
+)
+
+# name, configuration, builder: (config, vocabulary) -> likelihood; an objective has one
+LIKELIHOODS: Registry[Likelihood] = Registry(
+    "likelihood",
     [
         Entry("label_smoothed", LabelSmoothedConfig, build_label_smoothed),
+    ],
+)
+
+# name, configuration, builder: (config, vocabulary) -> term; an objective has any number
+TERMS: Registry[Term] = Registry(
+    "term",
+    [
+        Entry("ddr", ConsistencyConfig, build_ddr),
+        Entry("r_drop", ConsistencyConfig, build_r_drop),
+        Entry("ald", ALDConfig, build_ald),
     ],
 )

@@ -3,18 +3,22 @@
 With e the smoothing and V the vocabulary, a target token y costs
 
     (1 - e) (-log p(y)) + e/V sum_v (-log p(v)).
+
+Legend: T target length, D model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LossOutput, Objective
+from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.registry import Config
 
@@ -22,7 +26,6 @@ from deepspeed_nmt.registry import Config
 class LabelSmoothedConfig(Config):
     """Settings of the label-smoothed cross-entropy."""
 
-    name: Literal["label_smoothed"] = "label_smoothed"
     smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
 
 
@@ -33,18 +36,21 @@ class LabelSmoothed:
         self.smoothing = smoothing
         self.pad = pad
 
-    def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
-        states_BTD = model(batch)[TOP]
+    def __call__(
+        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
+    ) -> LossOutput:
+        states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(
             ops.projected_cross_entropy,
             targets_N=batch.target_output_BT.flatten(),
             smoothing=self.smoothing,
             ignore_index=self.pad,
+            divergence_weight=divergence,
         )
-        loss, nll = model.projection(states_BTD.flatten(0, 1), consume)
-        return LossOutput(loss=loss, nll=nll.detach())
+        loss, nll, kl = model.projection(states_ND, consume)
+        return LossOutput(loss, nll, {"divergence": kl} if len(passes) > 1 else {})
 
 
-def build_label_smoothed(config: LabelSmoothedConfig, pad: int) -> Objective:
-    """The objective of a run."""
-    return LabelSmoothed(config.smoothing, pad)
+def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:
+    """The likelihood of a run."""
+    return LabelSmoothed(config.smoothing, vocabulary.pad)

@@ -16,11 +16,20 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import Activation, FeedForward
-from deepspeed_nmt.nn.layers import Context, DecoderLayer, EncoderLayer
+from deepspeed_nmt.nn.layers import (
+    Context,
+    DecoderLayer,
+    Draw,
+    EncoderLayer,
+    LayerParts,
+    MakeDecoderLayer,
+    make_decoder_layer,
+)
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
 from deepspeed_nmt.registry import Config
@@ -60,6 +69,12 @@ class TransformerConfig(Config):
         return self
 
 
+class StandardLayerConfig(Config):
+    """Decoder layers as they are in Vaswani et al. 2017; nothing to set."""
+
+    name: Literal["standard"] = "standard"
+
+
 class Transformer(TranslationModel):
     """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
 
@@ -86,8 +101,8 @@ class Transformer(TranslationModel):
         (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
         return Memory(states_BSD, mask)
 
-    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
-        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
+    def decode(self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None) -> dict[str, Tensor]:
+        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD, draw=draw)
         (states_BTD,) = self.decoder(self.target_embedding(target_input_BT), context)
         return {TOP: states_BTD}
 
@@ -102,13 +117,19 @@ class Transformer(TranslationModel):
         return logits
 
 
-def build_transformer(config: TransformerConfig, vocab_size: int, pad: int) -> Transformer:
-    """A freshly initialised Transformer; the weights follow torch's global seed."""
-    target_weight = _embedding(vocab_size, config.dim, pad)
-    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocab_size, config.dim, pad)
-    output_weight = _embedding(vocab_size, config.dim, pad) if config.share_embeddings == "none" else target_weight
-    encoder = [_encoder_layer(config) for _ in range(config.encoder_layers)]
-    decoder = [_decoder_layer(config) for _ in range(config.decoder_layers)]
+def build_transformer(
+    config: TransformerConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+) -> Transformer:
+    """A freshly initialised Transformer; the weights follow torch's global seed.
+
+    Args:
+        make_layer: makes the decoder's layers.
+    """
+    target_weight = _embedding(vocabulary, config.dim)
+    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary, config.dim)
+    output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
+    encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
+    decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
@@ -119,35 +140,36 @@ def build_transformer(config: TransformerConfig, vocab_size: int, pad: int) -> T
         encoder=LayerStack(encoder, final_norm=final_norms[0]),
         decoder=LayerStack(decoder, final_norm=final_norms[1]),
         projection=Projection(output_weight),
-        pad=pad,
+        pad=vocabulary.pad,
     )
 
 
-def _embedding(vocab_size: int, dim: int, pad: int) -> nn.Parameter:
-    weight_VD = torch.empty(vocab_size, dim).normal_(0.0, dim**-0.5)
-    weight_VD[pad] = 0.0
+def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:
+    """A decoder layer with nothing special about it."""
+    return make_decoder_layer(number, parts)
+
+
+def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
+    weight_VD = torch.empty(vocabulary.size, dim).normal_(0.0, dim**-0.5)
+    weight_VD[vocabulary.pad] = 0.0
     return nn.Parameter(weight_VD)
 
 
-def _encoder_layer(config: TransformerConfig) -> EncoderLayer:
-    alpha, _ = _deepnorm(config, "encoder")
-    return EncoderLayer(
-        self_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
-        self_residual=Residual(config.dim, config.norm, config.dropout, alpha),
-        feed_forward=FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
-        feed_forward_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+def _parts(config: TransformerConfig, side: Literal["encoder", "decoder"]) -> LayerParts:
+    alpha, _ = _deepnorm(config, side)
+    return LayerParts(
+        attention=lambda: MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
+        feed_forward=lambda: FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
+        residual=lambda: Residual(config.dim, config.norm, config.dropout, alpha),
     )
 
 
-def _decoder_layer(config: TransformerConfig) -> DecoderLayer:
-    alpha, _ = _deepnorm(config, "decoder")
-    return DecoderLayer(
-        self_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
-        self_residual=Residual(config.dim, config.norm, config.dropout, alpha),
-        cross_attention=MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
-        cross_residual=Residual(config.dim, config.norm, config.dropout, alpha),
-        feed_forward=FeedForward(config.dim, config.ffn_dim, config.activation, config.activation_dropout),
-        feed_forward_residual=Residual(config.dim, config.norm, config.dropout, alpha),
+def _encoder_layer(parts: LayerParts) -> EncoderLayer:
+    return EncoderLayer(
+        self_attention=parts.attention(),
+        self_residual=parts.residual(),
+        feed_forward=parts.feed_forward(),
+        feed_forward_residual=parts.residual(),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.nn.sublayer import Dropout
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -78,6 +79,6 @@ class Projection(nn.Module):
         super().__init__()
         self.weight = weight_VD
 
-    def forward(self, states_ND: Tensor, consume: Callable[[Tensor, Tensor], T] = F.linear) -> T:  # type: ignore[assignment]
+    def forward(self, states: S, consume: Callable[[S, Tensor], T] = F.linear) -> T:  # type: ignore[assignment]
         """Shape: (..., D) -> (..., V) by default; otherwise what ``consume(states, weight)`` returns."""
-        return consume(states_ND, self.weight)
+        return consume(states, self.weight)

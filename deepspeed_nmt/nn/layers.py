@@ -1,18 +1,40 @@
 """Encoder and decoder layers, made of typed slots.
 
-Legend: B sentences, S source length, T target length, D model width, R rows = B x beam.
+Legend: B sentences, S source length, T target length, D model width, R rows = B x beam, P passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from deepspeed_nmt import randomness
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.sublayer import Residual
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What the random choices of layers are functions of: the same on every rank, and in recomputation.
+
+    Attributes:
+        seed: of the run.
+        update: number of the update.
+        passes: the rows come in equal blocks, one for each of these passes over the same sentences.
+    """
+
+    seed: int
+    update: int
+    passes: tuple[int, ...] = (0,)
+
+    def uniform(self, purpose: randomness.Purpose, layer: int) -> list[float]:
+        """A number in [0, 1) for each pass, which stands for (seed, purpose, update, pass, layer)."""
+        return [randomness.uniform(self.seed, purpose, self.update, number, layer) for number in self.passes]
 
 
 @dataclass(frozen=True)
@@ -23,10 +45,30 @@ class Context:
         mask: bool (B,1,1,S), True for source positions that are not padding; None when no position is. In an
             encoder it masks self-attention, in a decoder cross-attention.
         memory_BSD: the encoder's states, for a decoder.
+        draw: what random choices are functions of; needed in training by layers that make some.
     """
 
     mask: Tensor | None = None
     memory_BSD: Tensor | None = None
+    draw: Draw | None = None
+
+    def of_passes(self, kept: Sequence[int]) -> Context:
+        """The context of the rows of some of the passes."""
+        assert self.memory_BSD is not None and self.draw is not None
+        count = len(self.draw.passes)
+        return Context(
+            mask=None if self.mask is None else select_blocks(self.mask, count, kept),
+            memory_BSD=select_blocks(self.memory_BSD, count, kept),
+            draw=Draw(self.draw.seed, self.draw.update, tuple(self.draw.passes[index] for index in kept)),
+        )
+
+
+def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
+    """Those of ``count`` equal blocks of rows; a view where they are adjacent. Shape: (P B, ...) -> (len(kept) B, ...)"""
+    rows = x.shape[0] // count
+    if list(kept) == list(range(kept[0], kept[-1] + 1)):
+        return x[kept[0] * rows : (kept[-1] + 1) * rows]
+    return torch.cat([x[index * rows : (index + 1) * rows] for index in kept])
 
 
 class EncoderLayer(nn.Module):
@@ -55,14 +97,17 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, cross-attention, feed-forward, each within a residual connection."""
+    """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
+
+    Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and caches nothing of the source.
+    """
 
     def __init__(
         self,
         self_attention: MultiHeadAttention,
         self_residual: Residual,
-        cross_attention: MultiHeadAttention,
-        cross_residual: Residual,
+        cross_attention: MultiHeadAttention | None,
+        cross_residual: Residual | None,
         feed_forward: FeedForward,
         feed_forward_residual: Residual,
     ) -> None:
@@ -90,6 +135,8 @@ class DecoderLayer(nn.Module):
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """The cross-attention sub-layer alone, residual connection included. Shape: (B,T,D) -> (B,T,D)"""
+        if self.cross_attention is None or self.cross_residual is None:
+            return x_BTD
         assert context.memory_BSD is not None
         h = self.cross_residual.open(x_BTD)
         if cache is None:
@@ -99,3 +146,28 @@ class DecoderLayer(nn.Module):
                 cache.cross = self.cross_attention.keys_values(context.memory_BSD)
             attended = self.cross_attention.step_cross(h, cache.cross, context.mask)
         return self.cross_residual.close(x_BTD, attended)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Makes the parts of a model's layers, freshly initialised, all of one shape."""
+
+    attention: Callable[[], MultiHeadAttention]
+    feed_forward: Callable[[], FeedForward]
+    residual: Callable[[], Residual]
+
+
+MakeDecoderLayer = Callable[[int, LayerParts], DecoderLayer]
+"""Makes the decoder layer of a number, counted from 1 at the embedding upwards."""
+
+
+def make_decoder_layer(number: int, parts: LayerParts) -> DecoderLayer:
+    """The decoder layer of Vaswani et al. 2017."""
+    return DecoderLayer(
+        self_attention=parts.attention(),
+        self_residual=parts.residual(),
+        cross_attention=parts.attention(),
+        cross_residual=parts.residual(),
+        feed_forward=parts.feed_forward(),
+        feed_forward_residual=parts.residual(),
+    )

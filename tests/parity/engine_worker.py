@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.data.plan import BatchConfig
-from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD
+from deepspeed_nmt.data.tokenizer import PAD
 from deepspeed_nmt.engine import Engine, EngineConfig, build_engine
 from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -53,7 +54,7 @@ def lr(update: int) -> float:
 def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
     torch.manual_seed(7)
     config = TransformerConfig(dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=dropout)
-    module = TrainModule(build_transformer(config, VOCAB, PAD), LabelSmoothed(0.1, PAD))
+    module = TrainModule(build_transformer(config, Vocabulary(VOCAB)), Objective(LabelSmoothed(0.1, PAD)))
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
@@ -71,7 +72,7 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
             ds.write_text(json.dumps(content))
         torch.distributed.barrier()
         settings = EngineConfig(name="deepspeed", ds_config=str(ds), precision=precision or "fp32", device="cpu")
-    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), PAD, BOS, EOS)
+    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), Vocabulary(VOCAB))
     return build_engine(settings, module, optimizer, clip_norm=0.5, world=world, dummy=dummy)
 
 
@@ -92,7 +93,7 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
 def main() -> None:
     world = join_world("cpu", timeout_s=60)
-    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, PAD, BOS, EOS)
+    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, Vocabulary(VOCAB))
     report: dict[str, Any] = {}
     for engine_name in sys.argv[3:]:
         engine = build(engine_name, world)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -72,7 +73,7 @@ def test_equals_torch_transformer(norm: str) -> None:
     config = TransformerConfig(
         dim=32, ffn_dim=64, heads=4, encoder_layers=3, decoder_layers=2, norm=norm, dropout=0.0
     )
-    model = build_transformer(config, vocab_size=50, pad=PAD).double()
+    model = build_transformer(config, Vocabulary(50)).double()
     for parameter in model.parameters():  # biases and norms away from their neutral start
         parameter.data += 0.1 * torch.randn_like(parameter)
     reference = _reference(model, config)
@@ -92,7 +93,7 @@ def test_equals_torch_transformer(norm: str) -> None:
 
 def test_embedding_is_scaled_and_positioned() -> None:
     config = TransformerConfig(dim=8, ffn_dim=8, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
-    model = build_transformer(config, vocab_size=11, pad=PAD)
+    model = build_transformer(config, Vocabulary(11))
     embedded = model.target_embedding(torch.tensor([[3, 3]]), offset=4)[0]
     word = model.target_embedding.weight[3] * math.sqrt(8)
     rate = 10000.0 ** (-1 / 3)  # the second of four wavelengths
@@ -106,7 +107,7 @@ def test_padding_changes_nothing(norm: str) -> None:
     config = TransformerConfig(
         dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, norm=norm, dropout=0.0
     )
-    model = build_transformer(config, vocab_size=20, pad=PAD).double()
+    model = build_transformer(config, Vocabulary(20)).double()
     source, target = _tokens([4], 20), _tokens([3], 20)
     alone = model.decode(target, model.encode(source, padded=False))[TOP]
     wider_source = torch.cat([torch.nn.functional.pad(source, (0, 5)), _tokens([9], 20)])
@@ -118,21 +119,21 @@ def test_padding_changes_nothing(norm: str) -> None:
 @pytest.mark.parametrize(("share", "matrices"), [("all", 1), ("decoder", 2), ("none", 3)])
 def test_shared_embeddings_exist_once(share: str, matrices: int) -> None:
     config = TransformerConfig(dim=8, ffn_dim=8, heads=2, encoder_layers=1, decoder_layers=1, share_embeddings=share)
-    model = build_transformer(config, vocab_size=11, pad=PAD)
+    model = build_transformer(config, Vocabulary(11))
     assert sum(p.shape == (11, 8) for p in model.parameters()) == matrices
 
 
 def test_depth_scaled_initialisation_shrinks_with_the_layer() -> None:
     torch.manual_seed(0)
     config = TransformerConfig(dim=64, ffn_dim=64, heads=2, encoder_layers=9, decoder_layers=1, init="depth_scaled")
-    layers = build_transformer(config, vocab_size=11, pad=PAD).encoder.layers
+    layers = build_transformer(config, Vocabulary(11)).encoder.layers
     ratio = layers[0].feed_forward.up_proj.weight.std() / layers[8].feed_forward.up_proj.weight.std()
     assert ratio.item() == pytest.approx(3.0, rel=0.05)
 
 
 def test_deepnorm_constants() -> None:
     config = TransformerConfig(dim=64, ffn_dim=64, heads=2, encoder_layers=6, decoder_layers=6, norm="deepnorm")
-    model = build_transformer(config, vocab_size=11, pad=PAD)
+    model = build_transformer(config, Vocabulary(11))
     assert model.decoder.layers[0].self_residual.alpha == pytest.approx(18**0.25)
     assert model.encoder.layers[0].self_residual.alpha == pytest.approx(0.81 * 7776 ** (1 / 16))
     ffn = model.decoder.layers[3].feed_forward.up_proj.weight
@@ -158,7 +159,7 @@ def test_deepnorm_constants() -> None:
 )
 def test_parameter_counts_are_the_papers(millions: float, vocab: int, shape: dict[str, int]) -> None:
     with torch.device("meta"):
-        model = MODELS["transformer"].build(TransformerConfig(**shape), vocab, PAD)
+        model = MODELS["transformer"].build(TransformerConfig(**shape), Vocabulary(vocab))
     count = sum(p.numel() for p in model.parameters())
     assert count / 1e6 == pytest.approx(millions, rel=0.015)
 
@@ -166,7 +167,7 @@ def test_parameter_counts_are_the_papers(millions: float, vocab: int, shape: dic
 def test_forward_is_encode_then_decode() -> None:
     torch.manual_seed(0)
     config = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
-    model = build_transformer(config, vocab_size=20, pad=PAD)
+    model = build_transformer(config, Vocabulary(20))
     source, target = _tokens([4, 2], 20), _tokens([3, 5], 20)
     batch = Batch(source, target, target, torch.arange(2), target_tokens=8, source_tokens=6, pad=PAD)
     torch.testing.assert_close(model(batch)[TOP], model.decode(target, model.encode(source))[TOP])

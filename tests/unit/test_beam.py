@@ -12,6 +12,8 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.methods import build_transformer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -32,7 +34,7 @@ def transformer(seed: int, vocab_size: int = 24, sharpness: float = 3.0) -> Tran
     config = TransformerConfig(
         dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=3, share_embeddings="none", dropout=0.3
     )
-    model = build_transformer(config, vocab_size, PAD)
+    model = build_transformer(config, Vocabulary(vocab_size))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "cross_attention" in name:
@@ -288,7 +290,7 @@ def test_training_goes_on_after_a_search() -> None:
         source_tokens=8,
         pad=PAD,
     )
-    LabelSmoothed(0.1, PAD)(model, batch).loss.backward()
+    Objective(LabelSmoothed(0.1, PAD))(model, batch).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(AssertionError, match=r"model\.eval"):
         beam_search(model).search(rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, collate
 from deepspeed_nmt.data.plan import BatchConfig
@@ -16,6 +17,7 @@ from deepspeed_nmt.errors import ConfigError
 from tests.support import random_corpus
 
 PAD, BOS, EOS = 0, 1, 2
+VOCABULARY = Vocabulary(50)
 
 
 @pytest.fixture
@@ -24,13 +26,13 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, micro: int = 200) -> TrainLoader:
-    return TrainLoader(corpus, BatchConfig(update_tokens=600, micro_tokens=micro), 3, rank, ranks, PAD, BOS, EOS)
+    return TrainLoader(corpus, BatchConfig(update_tokens=600, micro_tokens=micro), 3, rank, ranks, VOCABULARY)
 
 
 def test_a_batch_is_padded_and_shifted(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path, "train", 50) as writer:
         writer.append([[7, 8, 9], [10]], [[11], [12, 13]])
-    batch = collate(Corpus(tmp_path, "train"), np.array([0, 1]), PAD, BOS, EOS)
+    batch = collate(Corpus(tmp_path, "train"), np.array([0, 1]), VOCABULARY)
     assert batch.source_BS.tolist() == [[7, 8, 9, EOS], [10, EOS, PAD, PAD]]
     assert batch.target_input_BT.tolist() == [[BOS, 11, PAD], [BOS, 12, 13]]
     assert batch.target_output_BT.tolist() == [[11, EOS, PAD], [12, 13, EOS]]
@@ -39,7 +41,7 @@ def test_a_batch_is_padded_and_shifted(tmp_path: Path) -> None:
 
 
 def test_an_empty_batch_can_be_run_and_weighs_nothing(corpus: Corpus) -> None:
-    batch = collate(corpus, np.array([], dtype=np.int64), PAD, BOS, EOS)
+    batch = collate(corpus, np.array([], dtype=np.int64), VOCABULARY)
     assert batch.source_BS.tolist() == [[EOS]] and batch.target_output_BT.tolist() == [[PAD]]
     assert batch.target_tokens == 0
 

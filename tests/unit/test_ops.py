@@ -19,15 +19,51 @@ def test_projected_cross_entropy_equals_reference(
     weight = torch.randn(101, 16, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 101, (rows,))
     targets[::3] = 0
-    loss, nll = ops.projected_cross_entropy(states, weight, targets, smoothing, 0)
+    loss, nll, _ = ops.projected_cross_entropy([states], weight, targets, smoothing, 0)
     gradients = torch.autograd.grad(loss * 0.37, (states, weight))
-    expected_loss, expected_nll = ops.projected_cross_entropy_ref(states, weight, targets, smoothing, 0)
+    expected_loss, expected_nll, _ = ops.projected_cross_entropy_ref([states], weight, targets, smoothing, 0)
     expected = torch.autograd.grad(expected_loss * 0.37, (states, weight))
-    # The reference narrows its logits to fp32.
-    torch.testing.assert_close(loss, expected_loss.double(), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(nll, expected_nll.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(nll, expected_nll, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Against a direct transcription of NLL averaged over both + w/2 [KL(P1||P2) + KL(P2||P1)], in float64."""
+    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 64 * 101)
+    torch.manual_seed(rows)
+    p, q = (torch.randn(rows, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(101, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(1, 101, (rows,))
+    targets[1::3] = 0
+    ours = ops.projected_cross_entropy([p, q], weight, targets, 0.1, 0, 0.7)
+    p1, p2 = torch.softmax(p @ weight.t(), 1), torch.softmax(q @ weight.t(), 1)
+    counted = targets != 0
+    picked = [x[torch.arange(rows), targets].log() for x in (p1, p2)]
+    nll = -0.5 * (picked[0] + picked[1])[counted].sum()
+    smooth = -0.5 * (p1.log() + p2.log()).mean(1)[counted].sum()
+    kl = 0.5 * (p1 * (p1 / p2).log() + p2 * (p2 / p1).log()).sum(1)[counted].sum()
+    theirs = (0.9 * nll + 0.1 * smooth + 0.7 * kl, nll, kl)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    inputs = (p, q, weight)
+    for one, other in zip(
+        torch.autograd.grad(ours[0] * 0.37, inputs), torch.autograd.grad(theirs[0] * 0.37, inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    reference = ops.projected_cross_entropy_ref([p, q], weight, targets, 0.1, 0, 0.7)
+    torch.testing.assert_close(reference, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_touch_gives_a_gradient_of_zero_whatever_was_touched() -> None:
+    x, weight = torch.randn(3, 2, requires_grad=True), torch.tensor([float("inf"), 1.0], requires_grad=True)
+    y = ops.touch(x, weight[1:] * 2.0)
+    assert torch.equal(y, x)
+    (y * 3.0).sum().backward()
+    assert x.grad is not None and bool((x.grad == 3.0).all())
+    assert weight.grad is not None and not weight.grad.any()
 
 
 def test_projected_cross_entropy_gradcheck() -> None:
@@ -36,14 +72,14 @@ def test_projected_cross_entropy_gradcheck() -> None:
     weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([1, 0, 6, 3, 2])
     assert torch.autograd.gradcheck(
-        lambda s, w: ops.projected_cross_entropy(s, w, targets, 0.1, 0)[0], (states, weight)
+        lambda s, w: ops.projected_cross_entropy([s], w, targets, 0.1, 0)[0], (states, weight)
     )
 
 
 def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -> None:
     states = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(7, 4, requires_grad=True)
-    loss, nll = ops.projected_cross_entropy(states, weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
+    loss, nll, _ = ops.projected_cross_entropy([states], weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
     loss.backward()
     assert loss.item() == 0.0 and nll.item() == 0.0
     assert states.grad is not None and not states.grad.any()
@@ -52,9 +88,9 @@ def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -
 
 def test_without_gradients_nothing_is_kept_and_the_value_is_the_same() -> None:
     states, weight, targets = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.arange(9) % 7
-    loss, _ = ops.projected_cross_entropy(states, weight, targets, 0.1, 0)
+    loss, _, _ = ops.projected_cross_entropy([states], weight, targets, 0.1, 0)
     with torch.no_grad():
-        quiet, _ = ops.projected_cross_entropy(states, weight, targets, 0.1, 0)
+        quiet, _, _ = ops.projected_cross_entropy([states], weight, targets, 0.1, 0)
     assert quiet.item() == loss.item() and loss.requires_grad and not quiet.requires_grad
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import build_transformer
 from deepspeed_nmt.methods.transformer import TransformerConfig
@@ -36,7 +37,7 @@ def model() -> TranslationModel:
     config = TransformerConfig(
         dim=32, ffn_dim=32, heads=4, encoder_layers=2, decoder_layers=2, share_embeddings="none"
     )
-    model = build_transformer(config, 30, Letters.pad)
+    model = build_transformer(config, Vocabulary(30))
     with torch.no_grad():
         model.projection.weight.mul_(3.0)
         for name, parameter in model.named_parameters():

@@ -1,0 +1,108 @@
+"""ALD: the decoder's state must say how much of the source was there (papers/deep-decoder, section 3.4).
+
+For each sentence pair draw gamma ~ U[0, p_ald), p_ald < 0.5. X+ is X with a fraction gamma of its tokens replaced by
+UNK, X- with a fraction 1 - gamma (never EOS or padding). With G(X, Y) the mean of the top decoder state over the
+target's positions, cosine similarities s+ = cos(G(X, Y), G(X+, Y)), s- = cos(G(X, Y), G(X-, Y)) and temperature tau,
+
+    L = -log( e^{s+/tau} / (e^{s+/tau} + e^{s-/tau}) ) = softplus((s- - s+) / tau)      per sentence, averaged.
+
+Choices the paper leaves open: a sentence of n tokens loses round(gamma n) and round((1 - gamma) n) of them; both sets
+are the first of one random order, so X- lacks all that X+ lacks; gamma and the order are functions of (seed, update,
+sentence id). The top state is the one that the projection reads.
+
+Legend: B sentences, S source length, T target length, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.registry import Config
+
+
+class ALDConfig(Config):
+    """Settings of ALD."""
+
+    weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs no further passes")
+    p_ald: float = Field(default=0.4, gt=0.0, lt=0.5, description="bound of the masked fraction gamma")
+    tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrast")
+    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+
+
+class ALD:
+    """Asks for two passes with masked sources and contrasts them."""
+
+    name = "ald"
+
+    def __init__(self, config: ALDConfig, vocabulary: Vocabulary) -> None:
+        self.weight = config.weight
+        self.every = config.every
+        self.p_ald = config.p_ald
+        self.tau = config.tau
+        self.vocabulary = vocabulary
+
+    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+        """Two passes; the contrast of their states with the first pass's."""
+        batch = passes.batch
+        fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))
+
+        def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+            real_BT = batch.target_output_BT.ne(batch.pad)
+            whole_BD, fuller_BD, emptier_BD = (
+                sentence_states(states[number][TOP], real_BT) for number in (0, fuller, emptier)
+            )
+            losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
+            # Averaged over the update's sentences, once the engine has divided by its tokens.
+            per_sentence = batch.update_tokens / batch.update_sentences
+            return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * per_sentence
+
+        return contrast
+
+    def mask(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """X+ and X-. Shape: -> (B,S), (B,S)"""
+        source_BS = batch.source_BS
+        ids_B = batch.sentence_ids_B
+        gamma_B = self.p_ald * uniforms(ids_B, 1, batch.seed, Purpose.MASK_RATIO, batch.update).squeeze(1)
+        draws_BS = uniforms(ids_B, source_BS.shape[1], batch.seed, Purpose.MASKED_TOKENS, batch.update)
+        specials = torch.tensor(
+            [self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos], device=source_BS.device
+        )
+        words_BS = torch.isin(source_BS, specials, invert=True)
+        count_B = words_BS.sum(dim=1)
+        # The place of each token in its sentence's random order; specials come last.
+        place_BS = draws_BS.masked_fill(~words_BS, 2.0).argsort(dim=1).argsort(dim=1)
+
+        def masked(fraction_B: Tensor) -> Tensor:
+            lost_B1 = (fraction_B * count_B).round().unsqueeze(1)
+            return source_BS.masked_fill(words_BS & (place_BS < lost_B1), self.vocabulary.unk)
+
+        return masked(gamma_B), masked(1.0 - gamma_B)
+
+
+def sentence_states(states_BTD: Tensor, real_BT: Tensor) -> Tensor:
+    """The mean state of each sentence's real positions, in fp32 or wider. Shape: (B,T,D), (B,T) -> (B,D)"""
+    states_BTD = states_BTD.to(torch.promote_types(states_BTD.dtype, torch.float32))
+    weights_BT1 = real_BT.unsqueeze(2).to(states_BTD.dtype)
+    return (states_BTD * weights_BT1).sum(dim=1) / weights_BT1.sum(dim=1).clamp(min=1.0)
+
+
+def contrastive_loss(whole_BD: Tensor, fuller_BD: Tensor, emptier_BD: Tensor, tau: float) -> Tensor:
+    """softplus((s- - s+) / tau), s the cosine similarity with ``whole_BD``. Shape: three (B,D) -> (B,)"""
+    closer_B = F.cosine_similarity(whole_BD, fuller_BD, dim=1)
+    farther_B = F.cosine_similarity(whole_BD, emptier_BD, dim=1)
+    return F.softplus((farther_B - closer_B) / tau)
+
+
+def build_ald(config: ALDConfig, vocabulary: Vocabulary) -> ALD:
+    """The term of a run."""
+    return ALD(config, vocabulary)
