@@ -21,7 +21,7 @@ _MUL_2 = 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
-    """What a choice is for: the second part of its key, after the seed, so that no two kinds of choice are related."""
+    """What a choice is for: the second part of its key, so that no two kinds of choice are related."""
 
     SHUFFLE = 1
     GRAINS = 2

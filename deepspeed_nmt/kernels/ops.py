@@ -102,7 +102,7 @@ def projected_cross_entropy(
     ignore_index: int,
     divergence_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows, without ever holding all logits.
+    """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows; all logits are never held.
 
     With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is the
     plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means, and

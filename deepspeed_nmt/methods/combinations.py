@@ -16,7 +16,7 @@ def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -
         depth = model.decoder_layers
         if layer.drop_depth > depth:
             problems.append(
-                f"layer.drop_depth must not exceed model.decoder_layers, but they are {layer.drop_depth} and {depth}; "
+                f"layer.drop_depth must not exceed model.decoder_layers, but is {layer.drop_depth} of {depth}; "
                 f"lower layer.drop_depth to {depth} at most"
             )
         if all(layer.rate(number) == 1.0 for number in range(1, depth + 1)):

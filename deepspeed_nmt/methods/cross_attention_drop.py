@@ -1,7 +1,7 @@
 """CAD: decoder layers that drop their cross-attention (papers/deep-decoder, section 3.3).
 
-A decoder of 15-27 layers turns into a language model that ignores its source. In training, layer l therefore drops its
-cross-attention sub-layer (residual connection and normalisation included) with probability p_l and runs only
+A decoder of 15-27 layers turns into a language model that ignores its source. In training, layer l therefore drops
+its cross-attention sub-layer (residual connection and normalisation included) with probability p_l and runs only
 self-attention and feed-forward; otherwise it runs all three. In inference every layer that has cross-attention uses
 it. Layers are numbered from 1 at the embedding upwards:
 
@@ -11,8 +11,8 @@ Deviations: ``beyond`` is 0.0 by default, with which the paper's experiments (4.
 says 1.0. (The two indicator functions printed there do not add up to the sentence under them; the sentence counts.) A
 layer with p_l = 1.0 has no cross-attention: no parameters, no cache.
 
-The coin is a function of (seed, update, pass, layer): all ranks and micro-batches of an update agree on what runs, and
-so does recomputation. A dropped sub-layer costs nothing per token; its parameters get a gradient of zero.
+The coin is a function of (seed, update, pass, layer): all ranks and micro-batches of an update agree on what runs,
+and so does recomputation. A dropped sub-layer costs nothing per token; its parameters get a gradient of zero.
 
 Legend: T target length, D model width, P passes, B sentences.
 """
@@ -40,9 +40,7 @@ class CrossAttentionDropConfig(Config):
 
     name: Literal["cross_attention_drop"] = "cross_attention_drop"
     drop_ratio: float = Field(default=1.0, ge=0.0, le=1.0, description="p_l of the lowest drop_depth layers")
-    drop_depth: int = Field(
-        default=0, ge=0, description="how many layers, from the embedding upwards, have drop_ratio"
-    )
+    drop_depth: int = Field(default=0, ge=0, description="how many layers, from the lowest up, have drop_ratio")
     beyond: float = Field(default=0.0, ge=0.0, le=1.0, description="p_l of the layers above; the paper's text says 1")
 
     def rate(self, number: int) -> float:

@@ -64,7 +64,7 @@ class Context:
 
 
 def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
-    """Those of ``count`` equal blocks of rows; a view where they are adjacent. Shape: (P B, ...) -> (len(kept) B, ...)"""
+    """Those of ``count`` equal blocks of rows; a view where they are adjacent. Shape: (P B, ...) -> (fewer, ...)"""
     rows = x.shape[0] // count
     if list(kept) == list(range(kept[0], kept[-1] + 1)):
         return x[kept[0] * rows : (kept[-1] + 1) * rows]
