@@ -22,6 +22,7 @@ from deepspeed_nmt.methods.transformer import StandardLayerConfig, TransformerCo
 from deepspeed_nmt.registry import Config, Registry
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.train.collapse import CollapseConfig
 from deepspeed_nmt.train.loop import TrainingConfig
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -62,6 +63,7 @@ class RunConfig(Config):
     training: TrainingConfig = TrainingConfig()
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig = ValidationConfig()
+    collapse: CollapseConfig = CollapseConfig()
     search: SerializeAsAny[Config] = BeamConfig()
 
     def to_yaml(self) -> str:

@@ -45,9 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.runs import CHECKPOINTS, CONFIG_FILE, begin, build_model, build_objective, load_weights
     from deepspeed_nmt.search import SearchConfig
     from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+    from deepspeed_nmt.train.collapse import CollapseMonitor
     from deepspeed_nmt.train.loop import train
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import build_optimizer
+    from deepspeed_nmt.train.replica import Replica
     from deepspeed_nmt.train.signals import StopRequest
 
     base = arguments.config
@@ -69,22 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
             begin(arguments.run, config, data)
         barrier(world)
         with StopRequest() as stop:
-            tokenizer = data.tokenizer()
+            vocabulary = data.tokenizer().vocabulary
             store = CheckpointStore(arguments.run / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
             checkpoint = store.newest()
             progress = checkpoint.progress if checkpoint is not None else Progress()
             corpus = data.corpus("train")
-            loader = TrainLoader(
-                corpus, config.batch, config.training.seed, world.rank, world.ranks, tokenizer.vocabulary
-            )
-            model = build_model(config, tokenizer.vocabulary)
-            copy = build_model(config, tokenizer.vocabulary)
+            loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, vocabulary)
+            model = build_model(config, vocabulary)
+            copy = build_model(config, vocabulary)
             if checkpoint is not None:
                 load_weights(model, checkpoint)
-            objective = build_objective(config, tokenizer.vocabulary)
+            objective = build_objective(config, vocabulary)
             module = TrainModule(model, objective)
             optimizer = build_optimizer(config.optimizer, module.to(world.device))
-            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), tokenizer.vocabulary)
+            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), vocabulary)
             engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
             logger.info(
                 "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
@@ -99,7 +99,20 @@ def run(arguments: argparse.Namespace) -> int:
                 engine.restore(checkpoint, checkpoint.scalars)
                 logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
             assert isinstance(config.search, SearchConfig)
-            validator = ModelValidator(copy, objective, data, config.validation, config.search, config.batch, world)
+            replica = Replica(copy, engine)
+            validator = ModelValidator(
+                replica, objective, data, config.validation, config.search, config.batch, world
+            )
+            monitor = CollapseMonitor(
+                config.collapse,
+                2 * config.schedule.warmup_updates,
+                data.corpus("valid"),
+                replica,
+                objective,
+                vocabulary,
+                config.batch,
+                world,
+            )
             with Metrics(arguments.run, world.is_main, progress.update, config.training.max_updates) as metrics:
                 progress = train(
                     config.training,
@@ -108,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
                     engine,
                     loader,
                     validator,
+                    monitor,
                     store,
                     metrics,
                     world,

@@ -12,7 +12,6 @@ from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import collate
 from deepspeed_nmt.data.plan import BatchConfig, cut_update
-from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
@@ -20,15 +19,16 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.translate import translate_lines
 from deepspeed_nmt.train.loop import Validation
+from deepspeed_nmt.train.replica import Replica
 
 
 class ModelValidator:
-    """Judges an engine's weights in a copy of the model, which no engine has sharded.
+    """Judges the model by loss and BLEU.
 
     The weights are gathered once; then each rank scores and translates its share without waiting for others.
 
     Args:
-        model: the copy; its weights are overwritten.
+        replica: the model.
         objective: of the run.
         data: whose validation set is used.
         config: what to do.
@@ -39,7 +39,7 @@ class ModelValidator:
 
     def __init__(
         self,
-        model: TranslationModel,
+        replica: Replica,
         objective: Objective,
         data: DataDirectory,
         config: ValidationConfig,
@@ -47,7 +47,7 @@ class ModelValidator:
         batch: BatchConfig,
         world: World,
     ) -> None:
-        self._model = model.to(world.device).eval()
+        self._replica = replica
         self._objective = objective
         self._corpus = data.corpus("valid")
         self._tokenizer = data.tokenizer()
@@ -60,20 +60,17 @@ class ModelValidator:
         with data.text("valid", "target").open("rb") as stream:
             self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
 
-    def __call__(self, engine: Engine) -> Validation:
-        own = dict(self._model.named_parameters())
-        with torch.no_grad():
-            for state in engine.parameters():
-                own[state.name].copy_(state.weight)
-        values = self._loss()
+    def __call__(self, update: int) -> Validation:
+        model = self._replica.at(update)
+        values = self._loss(model)
         score = -values["valid/loss"]
         if self._config.bleu:
-            values["valid/bleu"] = self._bleu()
+            values["valid/bleu"] = self._bleu(model)
             if self._config.best_by == "bleu":
                 score = values["valid/bleu"]
         return Validation(values, score)
 
-    def _loss(self) -> dict[str, float]:
+    def _loss(self, model: TranslationModel) -> dict[str, float]:
         source, target = self._corpus.source_lengths, self._corpus.target_lengths
         longest = int(max(source.max(), target.max()))
         limits = self._batch.model_copy(update={"micro_tokens": max(longest, self._batch.micro_tokens)})
@@ -82,7 +79,7 @@ class ModelValidator:
         for group in cut_update(everything, source, target, self._world.ranks, limits)[self._world.rank]:
             batch = collate(self._corpus, group, self._tokenizer.vocabulary)
             with torch.no_grad():
-                output = self._objective(self._model, batch.to(self._world.device))
+                output = self._objective(model, batch.to(self._world.device))
             sums["loss"] += float(output.loss)
             sums["nll"] += float(output.nll)
             sums["tokens"] += batch.target_tokens
@@ -94,12 +91,12 @@ class ModelValidator:
             "valid/ppl": math.exp(min(nll, 100.0)),
         }
 
-    def _bleu(self) -> float:
+    def _bleu(self, model: TranslationModel) -> float:
         count = min(len(self._sources), self._config.max_sentences or len(self._sources))
         # Every ranks-th sentence: shares of like difficulty, put back in order below.
         mine = range(self._world.rank, count, self._world.ranks)
         translations = translate_lines(
-            self._model,
+            model,
             self._tokenizer,
             (self._sources[index] for index in mine),
             self._search,

@@ -63,7 +63,7 @@ class ALD:
             )
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
             # Averaged over the update's sentences, once the engine has divided by its tokens.
-            per_sentence = batch.update_tokens / batch.update_sentences
+            per_sentence = batch.update_tokens / max(1, batch.update_sentences)
             return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * per_sentence
 
         return contrast

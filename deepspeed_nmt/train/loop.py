@@ -18,6 +18,7 @@ from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ran
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.metrics import Metrics, peak_memory_gib
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
@@ -56,9 +57,9 @@ class Validation:
 
 
 class Validator(Protocol):
-    """Judges the weights that an engine holds. All ranks call it together and get the same answer."""
+    """Judges the model after an update, the newest. All ranks call it together and get the same answer."""
 
-    def __call__(self, engine: Engine) -> Validation: ...
+    def __call__(self, update: int) -> Validation: ...
 
 
 def train(
@@ -68,6 +69,7 @@ def train(
     engine: Engine,
     loader: TrainLoader,
     validator: Validator,
+    monitor: CollapseMonitor,
     store: CheckpointStore,
     metrics: Metrics,
     world: World,
@@ -77,7 +79,8 @@ def train(
     """Train from ``progress`` until the end, or until asked to stop; what was done is then saved.
 
     Raises:
-        TrainingError: if the gradient stays infinite or NaN.
+        TrainingError: if the gradient stays infinite or NaN, or if the decoder ignores its source and
+            ``collapse.action`` is "stop".
         OSError: if the last checkpoint cannot be written.
     """
     window = _Window()
@@ -98,10 +101,15 @@ def train(
             window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
 
             if progress.update % config.log_every == 0:
-                metrics.log(progress.update, window.flush(lr, world), f" (epoch {progress.epoch + 1})")
+                values = {**window.flush(lr, world), "train/target_tokens": float(progress.target_tokens)}
+                metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
+            if monitor.due(progress.update):
+                found = monitor(progress.update)
+                metrics.log(progress.update, found)
+                monitor.judge(progress.update, found)
             best = False
             if _due(config.validate_every, progress) or _finished(config, progress):
-                progress, best = _validate(validator, engine, progress, metrics)
+                progress, best = _validate(validator, progress, metrics)
             stopping = any_rank(bool(stop), world)
             if best or stopping or _due(config.save_every or config.validate_every, progress):
                 saved_at = _save(store, engine, progress, best, world, saved_at)
@@ -158,9 +166,9 @@ def _report_skip(update: Update, result: UpdateResult, in_a_row: int, limit: int
         )
 
 
-def _validate(validator: Validator, engine: Engine, progress: Progress, metrics: Metrics) -> tuple[Progress, bool]:
-    found = validator(engine)
-    metrics.log(progress.update, found.values)
+def _validate(validator: Validator, progress: Progress, metrics: Metrics) -> tuple[Progress, bool]:
+    found = validator(progress.update)
+    metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
     best = progress.best_score is None or found.score > progress.best_score
     if best:
         changes = {"best_score": found.score, "best_update": progress.update, "validations_since_best": 0}
@@ -211,6 +219,7 @@ class _Window:
 
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.tokens_of: dict[str, int] = {}
         self.tokens = self.padded = self.real = self.updates = 0
         self.waited = self.elapsed = 0.0
         self.result: UpdateResult | None = None
@@ -221,6 +230,8 @@ class _Window:
         else:
             add_sums(self.sums, result.sums)
             self.tokens += update.target_tokens
+            for name in result.sums:  # A term may be part of some updates only.
+                self.tokens_of[name] = self.tokens_of.get(name, 0) + update.target_tokens
         self.padded += update.padded_positions
         self.real += update.real_positions
         self.waited += waited
@@ -235,7 +246,7 @@ class _Window:
         device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
         total = sum_over_ranks(device_sums, world)
         padded, real = total.pop("positions/padded"), total.pop("positions/real")
-        values = {f"train/{name}": value / max(1, self.tokens) for name, value in total.items()}
+        values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
         if "train/nll" in values:
             values["train/ppl"] = math.exp(min(values["train/nll"], 100.0))
         values.update(

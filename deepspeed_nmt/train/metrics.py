@@ -1,8 +1,10 @@
 """One `log()` for the console, ``metrics.jsonl`` and TensorBoard.
 
 Tags: train/loss (smoothed, per target token), train/nll, train/ppl, train/grad_norm, train/lr, train/loss_scale,
-train/skipped (updates, so far), valid/loss, valid/nll, valid/ppl, valid/bleu, perf/target_tokens_per_s,
-perf/padding (share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
+train/skipped (updates, so far), train/target_tokens (so far), train/divergence and train/ald (the objective's terms,
+unweighted), valid/loss, valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token),
+collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s, perf/padding
+(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _SHORT = {
     "valid/loss": "valid loss",
     "valid/ppl": "valid ppl",
     "valid/bleu": "valid BLEU",
+    "collapse/source_reliance": "source reliance",
     "perf/target_tokens_per_s": "tokens/s",
 }
 

@@ -1,6 +1,8 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
-Arguments: corpus directory, output file, then engines as NAME[:PRECISION] (plain, zero0 ... zero3).
+Arguments: corpus directory, output file, methods (vanilla or deep_decoder), then engines as NAME[:PRECISION] (plain,
+zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes, always
+and never, DDR in every and ALD in every other update.
 The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
 run that was stopped half-way and restored.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
@@ -24,13 +27,18 @@ from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.data.tokenizer import PAD
 from deepspeed_nmt.engine import Engine, EngineConfig, build_engine
 from deepspeed_nmt.engine.base import ParameterState
+from deepspeed_nmt.methods.ald import ALD, ALDConfig
+from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
+from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
 UPDATES = 20
-VOCAB = 60
+BASIC = ("loss", "nll")
+VOCABULARY = Vocabulary(60)
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 
 
@@ -51,13 +59,37 @@ def lr(update: int) -> float:
     return 3e-3 * min(1.0, update / 5)
 
 
+def vanilla(dropout: float) -> tuple[TranslationModel, Objective]:
+    config = TransformerConfig(dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=dropout)
+    return build_transformer(config, VOCABULARY), Objective(LabelSmoothed(0.1, PAD))
+
+
+def deep_decoder(dropout: float) -> tuple[TranslationModel, Objective]:
+    config = TransformerConfig(dim=32, ffn_dim=64, heads=4, encoder_layers=1, decoder_layers=4, dropout=dropout)
+
+    def make_layer(number: int, parts: LayerParts) -> DecoderLayer:
+        rate = {1: 1.0, 2: 0.9, 3: 0.5, 4: 0.0}[number]
+        drop = CrossAttentionDropConfig(drop_depth=4, drop_ratio=rate)
+        return build_cross_attention_drop(drop, number, parts)
+
+    terms = [
+        Consistency(ConsistencyConfig(weight=0.7), encode_twice=False),
+        ALD(ALDConfig(weight=0.5, every=2), VOCABULARY),
+    ]
+    return build_transformer(config, VOCABULARY, make_layer), Objective(LabelSmoothed(0.1, PAD), terms)
+
+
+METHODS = {"vanilla": vanilla, "deep_decoder": deep_decoder}
+
+
 def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
     torch.manual_seed(7)
-    config = TransformerConfig(dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=dropout)
-    module = TrainModule(build_transformer(config, Vocabulary(VOCAB)), Objective(LabelSmoothed(0.1, PAD)))
+    module = TrainModule(*METHODS[sys.argv[3]](dropout))
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
+    # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into a
+    # whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-6)
     name, _, precision = engine.partition(":")
     if name == "plain":
         settings = EngineConfig(name="plain", precision=precision or "fp32", device="cpu")
@@ -72,15 +104,16 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
             ds.write_text(json.dumps(content))
         torch.distributed.barrier()
         settings = EngineConfig(name="deepspeed", ds_config=str(ds), precision=precision or "fp32", device="cpu")
-    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), Vocabulary(VOCAB))
+    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), VOCABULARY)
     return build_engine(settings, module, optimizer, clip_norm=0.5, world=world, dummy=dummy)
 
 
 def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
-    losses, norms, counts, skipped = [], [], [], []
+    losses, norms, counts, skipped, terms = [], [], [], [], []
     for update in loader.updates(cursor, first):
         result = engine.update(update.micro_batches, update.target_tokens, lr(update.number))
         total = sum_over_ranks({name: float(value) for name, value in result.sums.items()}, world)
+        terms.append({name: value / update.target_tokens for name, value in total.items() if name not in BASIC})
         losses.append(total["loss"] / update.target_tokens)
         norms.append(result.grad_norm)
         counts.append(len(update.micro_batches))
@@ -88,14 +121,14 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         cursor = update.after
         if update.number == last:
             break
-    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "cursor": cursor}
+    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "terms": terms, "cursor": cursor}
 
 
 def main() -> None:
     world = join_world("cpu", timeout_s=60)
-    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, Vocabulary(VOCAB))
+    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, VOCABULARY)
     report: dict[str, Any] = {}
-    for engine_name in sys.argv[3:]:
+    for engine_name in sys.argv[4:]:
         engine = build(engine_name, world)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
         del report[engine_name]["cursor"]

@@ -27,7 +27,7 @@ SMALL = [
     *("model.dim=32", "model.ffn_dim=64", "model.heads=4", "model.encoder_layers=2", "model.decoder_layers=2"),
     *("batch.update_tokens=600", "batch.micro_tokens=600", "schedule.warmup_updates=10", "optimizer.lr=2e-3"),
     *("training.max_updates=12", "training.validate_every=4", "training.log_every=4", "training.keep_last=9"),
-    *("search.beam=2", "validation.max_sentences=7", "engine.device=cpu"),
+    *("search.beam=2", "validation.max_sentences=7", "collapse.every=12", "engine.device=cpu"),
 ]
 
 

@@ -1,0 +1,200 @@
+"""Notices a decoder that turns into a language model and ignores its source.
+
+Such a model looks fine on the training loss. What gives it away: with the sources shuffled among the sentences its
+loss hardly rises. On a fixed slice of the validation set,
+
+    collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats)
+
+is near 0 for an unconditional language model, and well above 1 for a good translation model. Besides, for each
+decoder layer that has cross-attention, with a, c, f the outputs of its self-attention, cross-attention and
+feed-forward networks, averaged over target tokens,
+
+    collapse/cross_share/layer_NN = |c| / (|a| + |c| + |f|).
+
+Legend: B sentences, T target length.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import collate
+from deepspeed_nmt.data.plan import BatchConfig, cut_update
+from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.randomness import Purpose, permutation
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.replica import Replica
+
+RELIANCE = "collapse/source_reliance"
+
+
+class CollapseConfig(Config):
+    """How a decoder that ignores its source is noticed."""
+
+    every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
+    sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
+    threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
+    grace: int = Field(default=0, ge=0, description="updates before the first judgement; 0: twice the warm-up")
+    patience: int = Field(default=2, ge=1, description="measurements in a row that must be too low")
+    action: Literal["warn", "stop"] = Field(default="warn", description="what to do then: warn, or stop the run")
+
+
+class CollapseMonitor:
+    """Measures and judges.
+
+    Args:
+        config: when, on how much, and what is too low.
+        grace: updates before the first judgement, when the configuration leaves it open.
+        corpus: the validation set.
+        replica: the model.
+        objective: of the run; its likelihood is what is measured.
+        vocabulary: of the corpus.
+        batch: bounds the size of a batch.
+        world: the ranks, which share the slice.
+    """
+
+    def __init__(
+        self,
+        config: CollapseConfig,
+        grace: int,
+        corpus: Corpus,
+        replica: Replica,
+        objective: Objective,
+        vocabulary: Vocabulary,
+        batch: BatchConfig,
+        world: World,
+    ) -> None:
+        self._config = config
+        self._grace = config.grace or grace
+        self._corpus = corpus
+        self._replica = replica
+        self._objective = objective
+        self._vocabulary = vocabulary
+        self._world = world
+        self._low_in_a_row = 0
+        order = permutation(len(corpus), Purpose.COLLAPSE_SLICE)[: config.sentences]
+        self._sentences = np.sort(order)
+        # Each sentence gets the source of its neighbour on a random ring: never its own.
+        self._other_source = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
+        longest = int(max(corpus.source_lengths.max(), corpus.target_lengths.max()))
+        self._limits = batch.model_copy(update={"micro_tokens": max(longest, batch.micro_tokens)})
+
+    def due(self, update: int) -> bool:
+        """Whether to measure after ``update``."""
+        return self._config.every > 0 and update % self._config.every == 0 and len(self._sentences) > 1
+
+    def __call__(self, update: int) -> dict[str, float]:
+        """Measure after ``update``, by tag. All ranks call it together and get the same."""
+        started = time.monotonic()
+        model = self._replica.at(update)
+        corpus, vocabulary, ranks = self._corpus, self._vocabulary, self._world.ranks
+        groups = cut_update(self._sentences, corpus.source_lengths, corpus.target_lengths, ranks, self._limits)
+        norms = _SublayerNorms(model)
+        sums = {"true": 0.0, "shuffled": 0.0, "tokens": 0.0}
+        for group in groups[self._world.rank]:
+            true = collate(corpus, group, vocabulary)
+            with norms.of(true):
+                sums["true"] += self._nll(model, true)
+            others = np.array([self._other_source[int(index)] for index in group], dtype=np.int64)
+            sums["shuffled"] += self._nll(model, collate(corpus, group, vocabulary, source_indices=others))
+            sums["tokens"] += true.target_tokens
+        total = sum_over_ranks({**sums, **norms.sums}, self._world)
+        values = {RELIANCE: (total["shuffled"] - total["true"]) / total["tokens"]}
+        for layer in norms.layers:
+            attended, crossed, fed = (total[f"{part}/{layer}"] for part in _PARTS)
+            values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
+        values["collapse/seconds"] = time.monotonic() - started
+        return values
+
+    def judge(self, update: int, values: dict[str, float]) -> None:
+        """Warn, or stop the run, when the last measurements were all too low.
+
+        Raises:
+            TrainingError: if that is the action asked for.
+        """
+        reliance, config = values[RELIANCE], self._config
+        if update <= self._grace or reliance >= config.threshold or not math.isfinite(reliance):
+            self._low_in_a_row = 0
+            return
+        self._low_in_a_row += 1
+        if self._low_in_a_row % config.patience:
+            return
+        message = (
+            f"update {update}: the decoder ignores its source. With the sources shuffled among the sentences, its "
+            f"loss rises by only {reliance:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
+            f"{self._low_in_a_row} measurements in a row: it is turning into a language model, and its BLEU will be "
+            "near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at two "
+            "fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
+            "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
+            "model.decoder_layers"
+        )
+        if config.action == "stop":
+            raise TrainingError(message)
+        logger.warning("%s", message)
+
+    def _nll(self, model: TranslationModel, batch: Batch) -> float:
+        with torch.no_grad():
+            return float(self._objective(model, batch.to(self._world.device)).nll)
+
+
+_PARTS = ("self_attention", "cross_attention", "feed_forward")
+
+
+class _SublayerNorms:
+    """Sums the norms of the outputs of the decoder layers' parts, by "part/number of the layer".
+
+    Attributes:
+        layers: numbers, from 1, of the decoder layers that have cross-attention.
+        sums: over all target tokens seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+        self._watched = {number: layer for number, layer in enumerate(layers, 1) if layer.cross_attention is not None}
+        self.layers = list(self._watched)
+        self.sums = {f"{part}/{layer}": 0.0 for layer in self.layers for part in _PARTS}
+
+    @contextmanager
+    def of(self, batch: Batch) -> Iterator[None]:
+        """Watch a run of the model on a batch."""
+        real_BT = batch.target_output_BT.ne(batch.pad)
+        pending: dict[str, Tensor] = {}
+
+        def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+                norms_BT = output.float().norm(dim=2)
+                added = (norms_BT * real_BT.to(norms_BT.device)).sum()
+                pending[name] = pending[name] + added if name in pending else added
+
+            return hook
+
+        handles = [
+            getattr(layer, part).register_forward_hook(watch(f"{part}/{number}"))
+            for number, layer in self._watched.items()
+            for part in _PARTS
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, value in pending.items():
+            self.sums[name] += float(value)

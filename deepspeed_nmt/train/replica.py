@@ -1,0 +1,32 @@
+"""The model whole, on every rank: what is judged is never the engine's own, perhaps sharded, module."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.engine.base import Engine
+
+
+class Replica:
+    """A copy of the model that no engine has sharded, in eval mode.
+
+    Args:
+        model: the copy; its weights are overwritten.
+        engine: whose weights are copied.
+    """
+
+    def __init__(self, model: TranslationModel, engine: Engine) -> None:
+        self._model = model.to(engine.device).eval()
+        self._engine = engine
+        self._update: int | None = None
+
+    def at(self, update: int) -> TranslationModel:
+        """The model after ``update``, the engine's newest. All ranks ask together; asking again costs nothing."""
+        if self._update != update:
+            own = dict(self._model.named_parameters())
+            with torch.no_grad():
+                for state in self._engine.parameters():
+                    own[state.name].copy_(state.weight)
+            self._update = update
+        return self._model
