@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +16,8 @@ from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
 
 # Each is a module deepspeed_nmt.commands.<name with _> with HELP, add_arguments(parser) and run(arguments) -> status.
 # They are imported only when asked for: `score` should not wait for torch and DeepSpeed.
+_SETTING = re.compile(r"[\w.]+=")
+
 COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan")
 
 
@@ -43,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
-    arguments = _parser(command).parse_args(words)
+    parser = _parser(command)
+    arguments, rest = parser.parse_known_args(words)
+    if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.settings += rest  # argparse takes settings on one side of the options only
     setup_logging(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
@@ -63,5 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        logger.error("error: %s", error)
+        where = f" ({error.filename})" if error.filename else ""
+        hint = "; free some space and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        logger.error("error: %s%s%s", error.strerror or error, where, hint)
         return 1

@@ -144,7 +144,8 @@ def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
     sections: dict[str, Any] = {}
     for name, content in merged.items():
         if name not in RunConfig.model_fields:
-            problems.append(_unknown(name, ""))
+            keys = [f"{name}.{key}" for key in content] if isinstance(content, dict) else [str(name)]
+            problems.extend(_unknown(key, "") for key in keys)
             continue
         if not isinstance(content, dict):
             problems.append(f"{name} must be a section with keys, but is {content!r}")
@@ -261,7 +262,7 @@ def _yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold sections with keys, but holds a {type(content).__name__}")
-    return _numbers(content)
+    return _numbers({str(key): value for key, value in content.items()})
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -6,11 +6,13 @@ metrics.jsonl  tensorboard/  checkpoints/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -34,7 +36,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
 
 # What a run cannot change on the way and still be the same run.
-_FIXED = ("model", "layer", "objective", "optimizer.name", "training.seed", "batch.update_tokens")
+_FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 
 
 def build_model(config: RunConfig, vocabulary: Vocabulary) -> TranslationModel:
@@ -120,7 +122,8 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         ConfigError: if a setting differs that cannot change on the way; all such are listed.
         DataError: if the data is not what the run began with.
     """
-    if not (path / CONFIG_FILE).is_file():
+    # Until something has been learned, a start that failed or was thought better of binds nobody.
+    if not (path / CONFIG_FILE).is_file() or not CheckpointStore(path / CHECKPOINTS).names():
         path.mkdir(parents=True, exist_ok=True)
         data.tokenizer().save(path)
         atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
@@ -138,17 +141,63 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
             f"{data.path} must hold the data that {path} began with (from {recorded['path']}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
-    before = load_config(file=path / CONFIG_FILE).model_dump(mode="json")
-    now = config.model_dump(mode="json")
-    problems = []
-    for key in _FIXED:
-        old, new = before, now
-        for part in key.split("."):
-            old, new = old[part], new[part]
-        if old != new:
-            problems.append(f"{key} must stay {old} while {path} goes on, but is {new}; start a new run instead")
+    before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
+    now = _flat(config.model_dump(mode="json"))
+    problems = [
+        f"{key} must stay {before.get(key, 'unset')} while {path} goes on, but is {now.get(key, 'unset')}; "
+        "start a new run instead"
+        for key in sorted(before.keys() | now.keys())
+        if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)
+    ]
     if problems:
         raise ConfigError(problems)
+
+
+def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested settings as section.key: value."""
+    flat: dict[str, object] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+class RunLock:
+    """Keeps two trainings from writing to one run directory. Freed when the process ends, however it does.
+
+    Args:
+        path: the run directory; made if need be.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--run must be a directory, but {path} is a file; give another name")
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = (path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "another process"
+            self._file.close()
+            raise ConfigError(
+                f"--run must not be in use, but {holder} is training in {path}; wait for it or stop it first"
+            ) from error
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked (%s); do not start the same run twice", path, error.strerror)
+            return
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others train here."""
+        self._file.close()
 
 
 def environment() -> dict[str, object]:

@@ -42,7 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.engine import build_engine
     from deepspeed_nmt.parallel.collectives import barrier
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import CHECKPOINTS, CONFIG_FILE, begin, build_model, build_objective, load_weights
+    from deepspeed_nmt.runs import (
+        CHECKPOINTS,
+        CONFIG_FILE,
+        RunLock,
+        begin,
+        build_model,
+        build_objective,
+        load_weights,
+    )
     from deepspeed_nmt.search import SearchConfig
     from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
     from deepspeed_nmt.train.collapse import CollapseMonitor
@@ -66,8 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
         )  # cuBLAS is only repeatable with a fixed workspace
     torch.use_deterministic_algorithms(config.engine.deterministic)
+    lock = None
     try:
+        lock = RunLock(arguments.run) if world.is_main else None
         if world.is_main:
+            data.verify_hashes()
             begin(arguments.run, config, data)
         barrier(world)
         with StopRequest() as stop:
@@ -146,4 +157,6 @@ def run(arguments: argparse.Namespace) -> int:
             )
             return 0
     finally:
+        if lock is not None:
+            lock.release()
         leave_world()

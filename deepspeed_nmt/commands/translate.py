@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from deepspeed_nmt.errors import ConfigError
@@ -37,14 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from deepspeed_nmt.console import progress
+    from deepspeed_nmt.files import atomic_text_writer, check_text
     from deepspeed_nmt.runs import Run
     from deepspeed_nmt.search import SEARCHES, SearchConfig
     from deepspeed_nmt.search.translate import translate_lines
 
     opened = Run.open(arguments.run)
     source = None if arguments.input == "-" else Path(arguments.input)
-    if source is not None and not source.is_file():
-        raise ConfigError(f"--input must be a text file, but {source} does not exist")
+    if source is not None:
+        check_text(source)
+    target = None if arguments.output == "-" else Path(arguments.output)
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise ConfigError(f"--output must be a file that can be written, but {target}: {what}")
     given = {"beam": arguments.beam, "length_penalty": arguments.length_penalty}
     changes = {name: value for name, value in given.items() if value is not None}
     settings = {**opened.config.search.model_dump(), **changes}
@@ -65,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         device=device,
         nbest=arguments.nbest,
     )
-    output = sys.stdout if arguments.output == "-" else Path(arguments.output).open("w", encoding="utf-8")  # noqa: SIM115
-    try:
+    # Only a complete translation takes the output's place: until then it may even be the input.
+    with nullcontext(sys.stdout) if target is None else atomic_text_writer(target) as output:
         for number, best in enumerate(progress(translations, "translate", "sentences")):
             if arguments.nbest == 1:
                 output.write(best[0].text + "\n")
@@ -74,11 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                 output.writelines(f"{number}\t{each.score:.4f}\t{each.text}\n" for each in best)
             if interactive:
                 output.flush()
-    finally:
-        if output is not sys.stdout:
-            output.close()
-        else:
-            output.flush()
+        output.flush()
     return 0
 
 

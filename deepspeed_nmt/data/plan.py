@@ -195,10 +195,11 @@ def check_lengths(source: Lengths, target: Lengths, config: BatchConfig) -> None
     longest = np.maximum(source, target)
     if len(longest) and int(longest.max()) > config.micro_tokens:
         worst = int(longest.argmax())
+        shorter = f", or prepare the data with --max-length {config.micro_tokens - 1}"
         raise ConfigError(
             f"batch.micro_tokens must be at least the longest training sentence, pair {worst + 1} with "
-            f"{int(longest.max())} tokens, but is {config.micro_tokens}; raise it, or prepare the data with "
-            f"--max-length {config.micro_tokens - 1}"
+            f"{int(longest.max())} tokens, but is {config.micro_tokens}; raise it"
+            f"{shorter if config.micro_tokens > 16 else ''}"
         )
 
 

@@ -26,7 +26,7 @@ from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
 from deepspeed_nmt.data.directory import FORMAT, META_FILE, DataDirectory, FileRecord, InputRecord, Meta
 from deepspeed_nmt.data.tokenizer import Tokenizer, train_bpe, train_words
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.files import atomic_write_text, check_text, sha256_of, sync_directory
 from deepspeed_nmt.registry import Config
 
 DEFAULT_VOCAB_SIZE = 8000
@@ -158,6 +158,11 @@ def _fill(
         for source, target in _pairs(*options.paths("valid"))
     )
     splits["valid"] = _encode(valid, tokenizer, staging, "valid", options.threads)
+    if splits["valid"].pairs == 0:
+        raise DataError(
+            f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
+            "hold out some hundreds of sentence pairs of the training text"
+        )
     for split in options.splits[1:]:
         for side, paths in zip(("source", "target"), options.paths(split), strict=True):
             _copy(paths, staging / f"{split}.{side}")
@@ -282,6 +287,7 @@ def _inspect_inputs(options: PrepareOptions) -> dict[str, tuple[InputRecord, ...
 
 
 def _inspect(path: Path) -> InputRecord:
+    check_text(path)
     digest = hashlib.sha256()
     size = lines = 0
     last = b"\n"

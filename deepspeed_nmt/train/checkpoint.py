@@ -70,8 +70,16 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         manifest = self._json("manifest.json")
+        try:
+            self._read(manifest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} must be a checkpoint of this program, but its JSON is not ({error!r})"
+            ) from error
+
+    def _read(self, manifest: dict[str, Any]) -> None:
         for name, record in manifest["files"].items():
-            file = path / name
+            file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"{file} must exist, but does not: the checkpoint is incomplete")
             if file.stat().st_size != record["bytes"] or sha256_of(file) != record["sha256"]:
@@ -131,16 +139,16 @@ class CheckpointStore:
         self._keep_best = keep_best
 
     def names(self) -> list[str]:
-        """Complete checkpoints of this run, oldest first."""
-        return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if (p / "manifest.json").is_file())
+        """Checkpoints of this run, oldest first. All were written in full; damage comes later."""
+        return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
 
     def pointer(self, name: str) -> Path | None:
         """What ``latest`` or ``best`` points to."""
         file = self.directory / name
         if not file.is_file():
             return None
-        target = self.directory / Path(file.read_text(encoding="utf-8").strip()).name
-        return target if target.is_dir() else None
+        name = Path(file.read_text(encoding="utf-8").strip()).name
+        return self.directory / name if name and (self.directory / name).is_dir() else None
 
     def newest(self) -> Checkpoint | None:
         """The newest good checkpoint; a damaged one is passed over with a warning. None if there is none.

@@ -87,8 +87,8 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
     module = TrainModule(*METHODS[sys.argv[3]](dropout))
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
-    # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into a
-    # whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.
+    # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
+    # a whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.
     optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-6)
     name, _, precision = engine.partition(":")
     if name == "plain":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.runs import RunLock
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import Checkpoint
 
@@ -62,7 +65,7 @@ def test_data_changed_since_the_run_began(
     error = refused(train_words(other, run, *small), capsys)
     assert "but it has changed; restore it, or start a new run" in error
     error = refused(train_words(data, run, *small, "model.ffn_dim=128"), capsys)
-    assert "model must stay" in error and "start a new run instead" in error
+    assert "error: model.ffn_dim must stay 64 while" in error and "start a new run instead" in error
 
 
 def test_nan_is_skipped_by_name_and_then_stops(
@@ -72,8 +75,8 @@ def test_nan_is_skipped_by_name_and_then_stops(
     assert main(train_words(data, run, *small, "training.max_updates=4")) == 0
     sound = LabelSmoothed.__call__
 
-    def broken(self: LabelSmoothed, model: object, batch: object) -> object:
-        output = sound(self, model, batch)  # type: ignore[arg-type]
+    def broken(self: LabelSmoothed, *arguments: object) -> object:
+        output = sound(self, *arguments)  # type: ignore[arg-type]
         return type(output)(loss=output.loss * torch.nan, nll=output.nll)
 
     monkeypatch.setattr(LabelSmoothed, "__call__", broken)
@@ -120,7 +123,7 @@ def test_translate_and_average_say_what_is_missing(
     words = ["translate", "--run", str(run), "--output", str(tmp_path / "out"), "--input"]
     assert "must be a directory made by `train`" in refused([*words, "x"], capsys)
     assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
-    assert "--input must be a text file" in refused([*words, str(tmp_path / "none")], capsys)
+    assert "must be a text file, but does not exist" in refused([*words, str(tmp_path / "none")], capsys)
     source = str(data.parent / "text" / "test.en")
     assert "has no average" in refused([*words, source, "--checkpoint", "average"], capsys)
     assert "beam" in refused([*words, source, "--beam", "0"], capsys)
@@ -130,3 +133,94 @@ def test_translate_and_average_say_what_is_missing(
     )
     shutil.rmtree(run / "checkpoints")
     assert "has no best checkpoint" in refused([*words, source], capsys)
+
+
+def test_a_start_that_failed_binds_nobody(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    refused(train_words(data, run, *small, "batch.micro_tokens=10", "model.ffn_dim=128"), capsys)
+    assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = RunLock(tmp_path / "run")
+    error = refused(train_words(data, tmp_path / "run", *small), capsys)
+    assert "--run must not be in use, but process " in error and not (tmp_path / "run/config.yaml").exists()
+    lock.release()
+    assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
+
+
+def test_lost_manifests_are_not_a_new_run(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(train_words(data, run, *small, "training.max_updates=8")) == 0
+    second = run / "checkpoints" / "update-0000008" / "manifest.json"
+    second.write_text("{}")
+    assert main(train_words(data, run, *small, "training.max_updates=9")) == 0
+    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    assert "none of the checkpoints in" in refused(train_words(data, run, *small), capsys)
+
+
+def test_a_corpus_that_was_changed_in_place(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    corpus = next(copy.glob("train.source.uint*.bin"))
+    corpus.write_bytes(corpus.read_bytes()[::-1])
+    error = refused(train_words(copy, tmp_path / "run", *small), capsys)
+    assert f"the content of {corpus.name} has changed" in error
+
+
+def test_the_run_is_a_file(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").write_text("")
+    assert "--run must be a directory, but" in refused(train_words(data, tmp_path / "run"), capsys)
+
+
+def test_compressed_text_is_recognised(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = data.parent / "text"
+    packed = tmp_path / "train.en.gz"
+    packed.write_bytes(gzip.compress((text / "train.en").read_bytes()))
+    sides = ["--train-target", str(text / "train.de"), "--valid-source", str(text / "valid.en")]
+    sides += ["--valid-target", str(text / "valid.de"), "--out", str(tmp_path / "out")]
+    error = refused(["prepare", "--train-source", str(packed), *sides], capsys)
+    assert f"is compressed with gzip; run `gunzip -k {packed}` first" in error
+
+
+def test_an_empty_validation_set(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, empty = data.parent / "text", tmp_path / "empty"
+    empty.write_text("")
+    words = ["prepare", "--train-source", str(text / "train.en"), "--train-target", str(text / "train.de")]
+    words += ["--valid-source", str(empty), "--valid-target", str(empty), "--vocab-size", "500"]
+    error = refused([*words, "--out", str(tmp_path / "out")], capsys)
+    assert "the validation set must have a sentence" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_translation_replaces_the_output_only_when_complete(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, text = tmp_path / "run", tmp_path / "text"
+    assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
+    shutil.copy(data.parent / "text" / "test.en", text)
+    before = text.read_text(encoding="utf-8")
+    words = ["translate", "--run", str(run), "--checkpoint", "last", "--input", str(text), "--beam", "1", "--output"]
+
+    def interrupted(*_: object, **__: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_nmt.search.translate.translate_lines", interrupted)
+        assert refused([*words, str(text)], capsys, status=130)
+    assert text.read_text(encoding="utf-8") == before and not list(tmp_path.glob(".text*"))
+    assert "there is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)
+    # The input itself may be the output.
+    assert main([*words, str(text)]) == 0
+    assert len(text.read_text(encoding="utf-8").split("\n")) == len(before.split("\n"))

@@ -42,6 +42,9 @@ def test_unknown_key_gets_a_suggestion() -> None:
     assert problems("update_tokens=100") == [
         "there is no setting 'update_tokens'; did you mean 'batch.update_tokens'?"
     ]
+    assert problems("trainig.max_updates=1") == [
+        "there is no setting 'trainig.max_updates'; did you mean 'training.max_updates'?"
+    ]
     assert problems("model.lr=1") == ["there is no setting 'model.lr'; did you mean 'optimizer.lr'?"]
 
 
@@ -80,6 +83,43 @@ def test_numbers_are_numbers(text: str) -> None:
     assert load_config(settings=[f"optimizer.lr={text}"]).optimizer.lr == 7e-4
 
 
+def test_parts_of_an_objective_come_and_go_by_name() -> None:
+    config = load_config("deep_decoder_base_30", settings=["objective.ald=null", "objective.ddr.weight=5"])
+    assert set(config.objective) == {"label_smoothed", "ddr"}
+    assert config.objective["ddr"].model_dump()["weight"] == 5.0
+    assert problems("objective.drd.weight=1") == ["objective has no part 'drd'; did you mean 'ddr'?"]
+    assert problems("objective.ald.p_ald=0.5") == ["objective.ald.p_ald must be less than 0.5, but is 0.5"]
+    assert problems("objective.label_smoothed=null") == ["objective must have one of label_smoothed, but has none"]
+
+
+def test_combinations_without_a_meaning_are_refused_naming_both_settings() -> None:
+    (sentence,) = problems("objective.ddr.weight=1", "objective.r_drop.weight=1")
+    assert "objective.ddr and objective.r_drop" in sentence
+    assert load_config(settings=["objective.ddr.weight=1", "objective.r_drop.weight=0"])
+    cad = "layer.name=cross_attention_drop"
+    (sentence,) = problems(cad, "layer.drop_depth=7", "layer.drop_ratio=0.5")
+    assert "layer.drop_depth must not exceed model.decoder_layers, but is 7 of 6" in sentence
+    (sentence,) = problems(cad, "layer.drop_depth=6")
+    assert "leave none of the 6 layers of model.decoder_layers any cross-attention" in sentence
+
+
+def test_keys_of_any_type_are_refused_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text("3: {a: 1}\n")
+    with pytest.raises(ConfigError, match=r"there is no setting '3\.a'"):
+        load_config(file=file)
+
+
+def test_settings_may_stand_on_both_sides_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "model.dim=32", "--recipe", "sample_small", "model.ffn_dim=64", "--json"]
+    assert main(words) == 0
+    small = json.loads(capsys.readouterr().out)["parameters"]
+    assert main([*words, "model.ffn_dim=65"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == small + 12 * (2 * 32 + 1)
+    with pytest.raises(SystemExit):
+        main([*words, "--recipes"])
+
+
 def test_unreadable_yaml_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("model: [1, 2\n")
@@ -103,6 +143,14 @@ def test_recipes_load_and_come_back_from_yaml(name: str, tmp_path: Path) -> None
         ("deep_encoder_base_48", 36_000, 194),
         ("transformer_big", 33_000, 210),
         ("deep_encoder_big_24", 33_000, 437),
+        ("deep_decoder_base_30_plain", 36_000, 129),
+        ("deep_decoder_base_54_plain", 36_000, 217),
+        ("deep_decoder_big_30_plain", 33_000, 475),
+        ("deep_decoder_big_54_plain", 33_000, 830),
+        ("deep_decoder_base_30", 36_000, 123),
+        ("deep_decoder_base_54", 36_000, 199),
+        ("deep_decoder_big_30", 33_000, 448),
+        ("deep_decoder_big_54", 33_000, 760),
     ],
 )
 def test_plan_counts_the_papers_parameters(
