@@ -14,10 +14,14 @@ setup(
     packages=[*find_packages(include=["deepspeed_nmt", "deepspeed_nmt.*"]), "deepspeed_nmt.ds_configs"],
     # An installed copy carries the DeepSpeed configurations that sit at the top of the repository.
     package_dir={"deepspeed_nmt": "deepspeed_nmt", "deepspeed_nmt.ds_configs": "ds_configs"},
-    package_data={"deepspeed_nmt": ["recipes/*.yaml", "py.typed"], "deepspeed_nmt.ds_configs": ["*.json"]},
+    package_data={
+        "deepspeed_nmt": ["recipes/*.yaml", "recipes/sweeps/*.yaml", "py.typed"],
+        "deepspeed_nmt.ds_configs": ["*.json"],
+    },
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19,<0.20",
+        "matplotlib>=3.8",
         "numpy>=1.26",
         "pydantic>=2.7,<3",
         "pyyaml>=6",

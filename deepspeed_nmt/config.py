@@ -5,6 +5,8 @@ Each section's class sits beside the code it configures; this file only puts the
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
 _DEFAULT_LIKELIHOOD = "label_smoothed"
 
 RECIPES = Path(__file__).parent / "recipes"
+SWEEPS = RECIPES / "sweeps"
 
 # Sections whose class depends on the `name` in them, and the name they have by default.
 _BY_NAME: dict[str, tuple[Registry[Any], str]] = {
@@ -109,6 +112,30 @@ def load_config(recipe: str | None = None, file: Path | None = None, settings: S
 def recipes() -> list[str]:
     """Names of all recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def sweeps() -> list[str]:
+    """Names of all sweeps."""
+    return sorted(path.stem for path in SWEEPS.glob("*.yaml"))
+
+
+def sweep(name: str) -> list[tuple[str, list[str]]]:
+    """The points of a sweep: each a recipe and settings on top of it.
+
+    A sweep's file names a ``recipe``, and either a ``grid`` (setting -> values, all combinations) or ``points`` (a
+    list of setting -> value).
+
+    Raises:
+        ConfigError: if there is no such sweep.
+    """
+    path = SWEEPS / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"--sweep must name a known sweep, but is '{name}'{did_you_mean(name, sweeps())}")
+    content = _yaml(path)
+    grid = content.get("grid", {})
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    points: list[dict[str, Any]] = content.get("points", combinations)
+    return [(content["recipe"], [f"{key}={json.dumps(value)}" for key, value in point.items()]) for point in points]
 
 
 def reference() -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import Draw
+from deepspeed_nmt.nn.layers import DecoderLayer, Draw
 
 TOP = "top"
 """Name of the exit at the top of the decoder, which every model has."""
@@ -78,6 +78,17 @@ class TranslationModel(nn.Module, ABC):
         The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
         equally many for every sentence. Shape: (R,) -> (R,V)
         """
+
+    def cross_attending(self) -> dict[int, tuple[nn.Module, nn.Module, nn.Module]]:
+        """For each decoder layer that has cross-attention, by its number from 1: the modules whose outputs are its
+        self-attention, its cross-attention and its feed-forward network. Shape of their outputs: (B,T,D)
+        """
+        layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
+        return {
+            number: (layer.self_attention, layer.cross_attention, layer.feed_forward)
+            for number, layer in enumerate(layers, 1)
+            if layer.cross_attention is not None
+        }
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Decoder states at each exit, teacher-forced. Shape: -> (B,T,D) each"""

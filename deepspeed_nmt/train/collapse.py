@@ -36,7 +36,6 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import collate
 from deepspeed_nmt.data.plan import BatchConfig, cut_update
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation
@@ -148,7 +147,8 @@ class CollapseMonitor:
         )
         if config.action == "stop":
             raise TrainingError(message)
-        logger.warning("%s", message)
+        if self._world.is_main:
+            logger.warning("%s", message)
 
     def _nll(self, model: TranslationModel, batch: Batch) -> float:
         with torch.no_grad():
@@ -187,9 +187,9 @@ class _SublayerNorms:
             return hook
 
         handles = [
-            getattr(layer, part).register_forward_hook(watch(f"{part}/{number}"))
-            for number, layer in self._watched.items()
-            for part in _PARTS
+            module.register_forward_hook(watch(f"{part}/{number}"))
+            for number, modules in self._watched.items()
+            for part, module in zip(_PARTS, modules, strict=True)
         ]
         try:
             yield

@@ -105,7 +105,7 @@ def train(
                 metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if monitor.due(progress.update):
                 found = monitor(progress.update)
-                metrics.log(progress.update, found)
+                metrics.log(progress.update, {**found, "train/target_tokens": float(progress.target_tokens)})
                 monitor.judge(progress.update, found)
             best = False
             if _due(config.validate_every, progress) or _finished(config, progress):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import RunConfig, load_config, recipes, reference
+from deepspeed_nmt.config import RunConfig, load_config, recipes, reference, sweep, sweeps
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from tests.support import ROOT
@@ -158,6 +158,27 @@ def test_plan_counts_the_papers_parameters(
 ) -> None:
     assert main(["plan", "--recipe", recipe, "--vocab-size", str(vocab), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] / 1e6 == pytest.approx(millions, rel=0.015)
+
+
+@pytest.mark.parametrize("name", sweeps())
+def test_every_point_of_a_sweep_is_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    points = sweep(name)
+    assert len(points) > 3
+    configs = [load_config(recipe, settings=settings).to_yaml() for recipe, settings in points]
+    assert len(set(configs)) == len(points)
+    assert main(["plan", "--sweep", name, "--point", "2"]) == 0
+    recipe, settings = points[1]
+    assert capsys.readouterr().out.split() == ["--recipe", recipe, *settings]
+
+
+def test_a_sweep_is_listed_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--sweep", "deep_decoder_fig1", "--vocab-size", "36000", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["settings"] for row in rows][2] == ["model.decoder_layers=6"]
+    assert rows[2]["parameters"] / 1e6 == pytest.approx(63, rel=0.015)
+    assert main(["plan", "--sweep", "deep_decoder_fig1", "--point", "11"]) == 2
+    assert "--point must be between 1 and 10, but is 11" in capsys.readouterr().err
+    assert main(["plan", "--sweep", "deep_decoder_fig"]) == 2
 
 
 def test_the_reference_is_up_to_date() -> None:

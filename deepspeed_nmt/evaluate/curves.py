@@ -1,0 +1,114 @@
+"""What runs have logged, as curves: read from ``metrics.jsonl``, drawn as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_nmt.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+TOKENS = "train/target_tokens"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A logged value over target tokens, in the order it was logged."""
+
+    tokens: list[float]
+    values: list[float]
+
+    @property
+    def last(self) -> float | None:
+        """The newest value."""
+        return self.values[-1] if self.values else None
+
+
+class RunCurves:
+    """The log of one run.
+
+    Args:
+        path: the run directory.
+
+    Raises:
+        DataError: if there is no log, or nothing in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / METRICS_FILE
+        if not file.is_file():
+            raise DataError(
+                f"{path} must be the directory of a run that has logged something, but has no {METRICS_FILE}"
+            )
+        self._entries: list[dict[str, float]] = []
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # the last line of a run that is being written, or died while it was
+            if isinstance(entry, dict) and TOKENS in entry:
+                self._entries.append(entry)
+        if not self._entries:
+            raise DataError(f"{file} must have entries with {TOKENS}, but has none yet; wait for the run's first log")
+
+    @property
+    def updates(self) -> int:
+        """Updates made when the last entry was logged."""
+        return int(self._entries[-1]["update"])
+
+    @property
+    def tokens(self) -> float:
+        """Target tokens seen when the last entry was logged."""
+        return self._entries[-1][TOKENS]
+
+    def curve(self, tag: str) -> Curve:
+        """All that was logged under a tag."""
+        found = [(entry[TOKENS], entry[tag]) for entry in self._entries if tag in entry]
+        return Curve([tokens for tokens, _ in found], [value for _, value in found])
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """A short name for each run: the last part of its path, or as many as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def draw(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: Path) -> None:
+    """Draw a panel for each tag, a line in it for each run.
+
+    Args:
+        runs: by the name they are shown under.
+        panels: title by tag.
+        out: picture to write; its suffix says of what kind (png, svg, pdf).
+
+    Raises:
+        DataError: if there is no such kind of picture.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")  # works without a screen
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.0 * len(panels), 4.0), squeeze=False)
+    for axis, (tag, title) in zip(axes[0], panels.items(), strict=True):
+        for name, run in runs.items():
+            curve = run.curve(tag)
+            axis.plot([tokens / 1e6 for tokens in curve.tokens], curve.values, label=name, linewidth=1.5)
+        axis.set_title(title)
+        axis.set_xlabel("million target tokens")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    try:
+        figure.savefig(out, dpi=120)
+    except ValueError as error:
+        raise DataError(f"--out must end in .png, .svg or .pdf, but is {out}") from error
+    finally:
+        pyplot.close(figure)

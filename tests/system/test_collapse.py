@@ -1,0 +1,98 @@
+"""The collapse monitor fires on a decoder that ignores its source and is silent on one that does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.sample import write_sample
+from tests.support import ROOT, run_ranks
+
+SETTINGS = [
+    *("--recipe", "sample_small", "model.dim=64", "model.ffn_dim=128", "model.heads=4", "engine.device=cpu"),
+    *("model.encoder_layers=2", "model.decoder_layers=2", "model.dropout=0.0", "batch.update_tokens=600"),
+    *("schedule.warmup_updates=60", "optimizer.lr=4e-3", "training.max_updates=420", "training.validate_every=420"),
+    *("collapse.every=60", "collapse.sentences=64", "validation.max_sentences=20", "search.beam=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two data directories: good/ of sample text, shuffled/ of the same with its training sources shuffled."""
+    directory = tmp_path_factory.mktemp("collapse")
+    text = directory / "text"
+    write_sample(text, train=3000, valid=150, test=20, seed=3)
+    lines = (text / "train.en").read_text(encoding="utf-8").splitlines()
+    random.Random(1).shuffle(lines)
+    (text / "shuffled.en").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, source in (("good", "train"), ("shuffled", "shuffled")):
+        words = ["prepare", "--out", str(directory / name), "--vocab-size", "700", "--max-ratio", "100"]
+        words += ["--train-source", str(text / f"{source}.en"), "--train-target", str(text / "train.de")]
+        words += ["--valid-source", str(text / "valid.en"), "--valid-target", str(text / "valid.de")]
+        assert main(words) == 0
+    return directory
+
+
+def reliance(run: Path) -> list[float]:
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [entry["collapse/source_reliance"] for entry in entries if "collapse/source_reliance" in entry]
+
+
+@pytest.fixture(scope="module")
+def runs(texts: Path) -> dict[str, tuple[Path, str]]:
+    """A run on each directory, and what its ranks said."""
+    done = {}
+    for name in ("good", "shuffled"):
+        run = texts / f"run-{name}"
+        words = ["-m", "deepspeed_nmt", "train", "--data", str(texts / name), "--run", str(run), *SETTINGS]
+        done[name] = (run, "".join(run_ranks([*words, "engine.name=plain"], 2, texts, timeout=300)))
+    return done
+
+
+def test_it_fires_on_a_model_that_ignores_its_source(runs: dict[str, tuple[Path, str]]) -> None:
+    run, said = runs["shuffled"]
+    assert all(abs(value) < 0.05 for value in reliance(run)), "a language model"
+    assert said.count("the decoder ignores its source") == 2, "after grace, in every second measurement; on one rank"
+    assert "layer.name=cross_attention_drop" in said and "objective.ald.weight=1" in said
+
+
+def test_it_is_silent_on_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
+    run, said = runs["good"]
+    assert reliance(run)[-1] > 0.4
+    assert "the decoder ignores its source" not in said
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = {tag: value for entry in entries for tag, value in entry.items()}
+    shares = [last[f"collapse/cross_share/layer_{layer:02}"] for layer in (1, 2)]
+    assert all(0.05 < share < 0.95 for share in shares)
+
+
+def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    words = ["train", "--data", str(texts / "shuffled"), "--run", str(tmp_path / "run"), *SETTINGS]
+    assert main([*words, "collapse.action=stop", "collapse.every=5", "collapse.grace=5"]) == 1
+    error = capsys.readouterr().err
+    assert "stopped: update 15: the decoder ignores its source" in error
+
+
+def test_report_puts_runs_side_by_side(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(run) for run, _ in runs.values()]
+    picture = tmp_path / "both.svg"
+    assert main(["report", "collapse", *paths, "--out", str(picture), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["run"] for row in rows] == ["run-good", "run-shuffled"]
+    assert rows[0]["source_reliance"] == reliance(runs["good"][0])[-1] and rows[0]["updates"] == 420
+    assert rows[0]["valid_loss"] < rows[1]["valid_loss"] and rows[0]["target_tokens"] > 200_000
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert main(["report", "collapse", *paths, "--out", str(picture)]) == 0
+    assert "source reliance" in capsys.readouterr().out.splitlines()[0]
+    assert main(["report", "collapse", *paths, "--out", str(tmp_path / "x.doc")]) == 2
+    assert "--out must end in .png, .svg or .pdf" in capsys.readouterr().err
+    assert main(["report", "collapse", str(ROOT), "--out", str(picture)]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
