@@ -166,9 +166,8 @@ class _SublayerNorms:
         sums: over all target tokens seen.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
-        self._watched = {number: layer for number, layer in enumerate(layers, 1) if layer.cross_attention is not None}
+    def __init__(self, model: TranslationModel) -> None:
+        self._watched = model.cross_attending()
         self.layers = list(self._watched)
         self.sums = {f"{part}/{layer}": 0.0 for layer in self.layers for part in _PARTS}
 
