@@ -22,6 +22,9 @@ text="$out/text" data="$out/data"
         --valid-source "$text/valid.en" --valid-target "$text/valid.de" --out "$data" --vocab-size 2000
 }
 
+echo "== what the terms of an objective cost"
+"$python" benchmarks/objectives.py --dim 512 --layers 15 --tokens 4096 --rounds 3
+
 train() { # train NAME SETTING...
     local name=$1
     shift
@@ -35,4 +38,8 @@ train plain_bf16 engine.name=plain engine.precision=bf16
 train plain_fp16 engine.name=plain engine.precision=fp16
 train zero1_bf16 engine.name=deepspeed engine.ds_config=zero1 engine.precision=bf16
 train zero2_fp16 engine.name=deepspeed engine.ds_config=zero2 engine.precision=fp16
+train deep_decoder_zero2_bf16 --recipe deep_decoder_base_30 engine.name=deepspeed engine.ds_config=zero2 engine.precision=bf16 \
+    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 collapse.every=25 validation.bleu=false validation.best_by=loss
+train deep_decoder_zero3_fp16 --recipe deep_decoder_base_30 engine.name=deepspeed engine.ds_config=zero3 engine.precision=fp16 \
+    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 validation.bleu=false validation.best_by=loss
 train zero3_bf16 engine.name=deepspeed engine.ds_config=zero3 engine.precision=bf16

@@ -1,6 +1,6 @@
 """Does a deep decoder collapse, and what keeps it from collapsing? Arms that share data, seed and updates.
 
-    python benchmarks/experiments/collapse.py --data DATA --out OUT [--jobs ARM:SEED ...] [--at-once 2] [key=value ...]
+    python benchmarks/experiments/collapse.py --data DATA --out OUT [--jobs ARM:SEED ...] [--at-once 2] [key=value]
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
 Multi30k, English to German, and a vocabulary of 2,000. Each arm trains in a run directory OUT/<arm>-seed<n>, on the
