@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     MASK_RATIO = 5
     MASKED_TOKENS = 6
     COLLAPSE_SLICE = 7
+    EXITS = 8
 
 
 def _mix(value: int) -> int:

@@ -6,6 +6,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,7 +17,12 @@ from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import DecoderLayer, Draw
 
 TOP = "top"
-"""Name of the exit at the top of the decoder, which every model has."""
+"""Name of the exit at the top of encoder and decoder, which every model has."""
+
+
+def exit_name(encoder: int, decoder: int) -> str:
+    """Name of the exit after so many stages of the encoder and of the decoder."""
+    return f"{encoder}-{decoder}"
 
 
 @dataclass(frozen=True)
@@ -55,16 +61,41 @@ class TranslationModel(nn.Module, ABC):
     vocab_size: int
     pad: int
 
+    @property
     @abstractmethod
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        """Encode sources. ``padded=False`` promises that no position is padding. Shape: (B,S) -> (B,S,D)"""
+    def stages(self) -> tuple[int, int]:
+        """How many exits the encoder and the decoder have: after each layer, or each loop over shared layers."""
 
     @abstractmethod
-    def decode(self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None) -> dict[str, Tensor]:
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        """Encode sources. Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
+
+        Args:
+            padded: False promises that no position is padding.
+            exits: stages, from 1, whose states are wanted, as blocks of rows; default the top.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        target_input_BT: Tensor,
+        memory: Memory,
+        draw: Draw | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         """Decoder states of whole sentences at each exit. Shape: (B,T) -> (B,T,D) each
 
         Args:
             draw: what the random choices of a method are functions of; needed in training.
+            exits: stages, from 1, whose states are wanted; default the top.
+        """
+
+    @abstractmethod
+    def at_exit(self, name: str) -> TranslationModel:
+        """The model that decodes from an exit: it shares the weights, and has no more layers than it needs.
+
+        Raises:
+            ConfigError: if there is no such exit.
         """
 
     @abstractmethod
@@ -90,7 +121,7 @@ class TranslationModel(nn.Module, ABC):
             if layer.cross_attention is not None
         }
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Decoder states at each exit, teacher-forced. Shape: -> (B,T,D) each"""
+    def forward(self, batch: Batch) -> Tensor:
+        """Decoder states at the top, teacher-forced. Shape: -> (B,T,D)"""
         memory = self.encode(batch.source_BS, padded=batch.source_padded)
-        return self.decode(batch.target_input_BT, memory, Draw(batch.seed, batch.update))
+        return self.decode(batch.target_input_BT, memory, Draw(batch.seed, batch.update))[0]

@@ -37,6 +37,9 @@ class LossOutput(NamedTuple):
 class Likelihood(Protocol):
     """How well predictions fit the references."""
 
+    def plan(self, passes: Passes) -> None:
+        """Ask for exits; in training only. Validation reads the top."""
+
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
@@ -82,10 +85,12 @@ class Objective:
 
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """The loss of a micro-batch."""
-        passes = Passes(batch)
+        passes = Passes(model, batch)
         due = [term for term in self._terms if model.training and batch.update % term.every == 0]
         finish = [(term, value) for term in due if (value := term.plan(passes)) is not None]
-        states = passes.run(model)
+        if model.training:
+            self._likelihood.plan(passes)
+        states = passes.run()
         predicting = states[:1] if passes.twin is None else [states[0], states[passes.twin]]
         loss, nll, reported = self._likelihood(model, predicting, batch, passes.divergence)
         terms = dict(reported)

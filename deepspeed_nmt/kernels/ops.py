@@ -101,21 +101,23 @@ def projected_cross_entropy(
     smoothing: float,
     ignore_index: int,
     divergence_weight: float = 0.0,
+    row_weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows; all logits are never held.
 
-    With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is the
-    plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means, and
-    ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one it is zero.
+    With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is each
+    row's plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means,
+    and ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one, it is 0.
+    ``row_weights_N`` are factors on each row's part of the loss and of the divergence.
 
     Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
     scales. Only the first result carries a gradient.
 
-    Shape: one or two (N,D), (V,D), (N,) -> three scalars, fp32 or wider; rows whose target is ``ignore_index`` count
-    zero.
+    Shape: one or two (N,D), (V,D), (N,) -> scalar, (N,), scalar, fp32 or wider; rows whose target is ``ignore_index``
+    count zero.
     """
     assert len(states) in (1, 2)
-    arguments = (targets_N, smoothing, ignore_index, divergence_weight)
+    arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
     if not torch.is_grad_enabled():
         return _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=False)[0]
     result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -131,26 +133,24 @@ def projected_cross_entropy_ref(
     smoothing: float,
     ignore_index: int,
     divergence_weight: float = 0.0,
+    row_weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
-    counted = targets_N != ignore_index
-    logits = [F.linear(x, weight_VD)[counted] for x in states]
+    logits = [F.linear(x, weight_VD) for x in states]
     logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
-    targets = targets_N[counted]
-    loss, nll = (
-        sum(
-            (F.cross_entropy(x, targets, label_smoothing=e, reduction="sum") for x in logits), logits[0].new_zeros(())
-        )
-        / len(logits)
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    loss_N, nll_N = (
+        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in logits]).mean(0)  # type: ignore[arg-type]
         for e in (smoothing, 0.0)
     )
-    divergence = torch.zeros_like(nll)
+    divergence_N = torch.zeros_like(nll_N)
     if len(logits) == 2:
         p, q = (torch.log_softmax(x, dim=1) for x in logits)
-        divergence = (
-            F.kl_div(q, p, log_target=True, reduction="sum") + F.kl_div(p, q, log_target=True, reduction="sum")
-        ) / 2
-    return loss + divergence_weight * divergence, nll, divergence
+        there, back = (F.kl_div(b, a, log_target=True, reduction="none").sum(1) for a, b in ((p, q), (q, p)))
+        divergence_N = torch.where(targets_N == ignore_index, 0.0, (there + back) / 2)
+    if row_weights_N is not None:
+        loss_N, divergence_N = loss_N * row_weights_N, divergence_N * row_weights_N
+    return loss_N.sum() + divergence_weight * divergence_N.sum(), nll_N, divergence_N.sum()
 
 
 _Sums = tuple[Tensor, Tensor, Tensor]
@@ -163,12 +163,14 @@ def _cross_entropy_chunks(
     smoothing: float,
     ignore_index: int,
     divergence_weight: float,
+    row_weights_N: Tensor | None,
     with_gradient: bool,
 ) -> tuple[_Sums, list[Tensor], Tensor | None]:
-    """The three sums and, if asked, d loss / d states (N,D) each and d loss / d weight (V,D; fp32 or wider)."""
+    """The three results and, if asked, d loss / d states (N,D) each and d loss / d weight (V,D; fp32 or wider)."""
     rows, vocabulary = states[0].shape[0], weight_VD.shape[0]
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
-    loss, nll, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(3))
+    loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
+    nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if with_gradient else None
     share = 1.0 / len(states)
@@ -176,19 +178,23 @@ def _cross_entropy_chunks(
     for start in range(0, rows, step):
         chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
         counted = targets != ignore_index
+        # What each row's loss is multiplied with: nothing but its weight, unless it does not count.
+        weights = counted.to(accumulate)
+        if row_weights_N is not None:
+            weights = weights * row_weights_N[start : start + step]
         index = torch.where(counted, targets, 0).unsqueeze(1)
         log_ps = [torch.log_softmax(F.linear(x, weight_VD).to(accumulate), dim=1) for x in chunks]
         for log_p in log_ps:
             chunk_nll = -log_p.gather(1, index).squeeze(1)
-            nll += share * torch.where(counted, chunk_nll, 0.0).sum()
+            nll_N[start : start + step] += share * torch.where(counted, chunk_nll, 0.0)
             chunk_loss = (1.0 - smoothing) * chunk_nll
             if smoothing > 0.0:
                 chunk_loss = chunk_loss - smoothing / vocabulary * log_p.sum(dim=1)
-            loss += share * torch.where(counted, chunk_loss, 0.0).sum()
+            loss += share * torch.where(counted, chunk_loss * weights, 0.0).sum()
         pulls: list[Tensor] = []
         if len(states) == 2:
             divergence_N, pulls = _divergence(log_ps[0], log_ps[1], with_gradient)
-            divergence += torch.where(counted, divergence_N, 0.0).sum()
+            divergence += torch.where(counted, divergence_N * weights, 0.0).sum()
         for number, (x, log_p) in enumerate(zip(chunks, log_ps, strict=True)):
             if d_weight is None:
                 continue
@@ -201,14 +207,14 @@ def _cross_entropy_chunks(
                 d_logits *= share
             if pulls:
                 d_logits.add_(pulls[number], alpha=divergence_weight)
-            d_logits *= counted.unsqueeze(1)
+            d_logits *= weights.unsqueeze(1)
             d_logits = d_logits.to(x.dtype)
             torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
             if d_weight.dtype == x.dtype:
                 d_weight.addmm_(d_logits.t(), x)
             else:
                 d_weight += d_logits.t() @ x
-    return (loss + divergence_weight * divergence, nll, divergence), d_states, d_weight
+    return (loss + divergence_weight * divergence, nll_N, divergence), d_states, d_weight
 
 
 def _divergence(log_p_NV: Tensor, log_q_NV: Tensor, with_gradient: bool) -> tuple[Tensor, list[Tensor]]:
@@ -237,11 +243,11 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         ignore_index: int,
         divergence_weight: float,
+        row_weights_N: Tensor | None,
         *states: Tensor,
     ) -> _Sums:
-        sums, d_states, d_weight = _cross_entropy_chunks(
-            states, weight_VD, targets_N, smoothing, ignore_index, divergence_weight, with_gradient=True
-        )
+        arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
+        sums, d_states, d_weight = _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=True)
         ctx.save_for_backward(d_weight, *d_states)
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -253,4 +259,4 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
         d_weight = (d_weight * scale).to(ctx.weight_dtype)
-        return d_weight, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)
+        return d_weight, None, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)

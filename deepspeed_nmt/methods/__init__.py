@@ -11,6 +11,8 @@ from deepspeed_nmt.methods.ald import ALDConfig, build_ald
 from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig, build_label_smoothed
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig, build_multi_softmax
+from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import (
     StandardLayerConfig,
     TransformerConfig,
@@ -25,6 +27,7 @@ MODELS: Registry[TranslationModel] = Registry(
     "model",
     [
         Entry("transformer", TransformerConfig, build_transformer),
+        Entry("recurrent", RecurrentConfig, build_recurrent),
     ],
 )
 
@@ -42,6 +45,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
     "likelihood",
     [
         Entry("label_smoothed", LabelSmoothedConfig, build_label_smoothed),
+        Entry("multi_softmax", MultiSoftmaxConfig, build_multi_softmax),
     ],
 )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import TransformerShape
 from deepspeed_nmt.registry import Config
 
 
 def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -> list[str]:
     """One sentence for each contradiction, naming both settings and a way out."""
     problems = []
-    if isinstance(layer, CrossAttentionDropConfig) and isinstance(model, TransformerConfig):
+    if isinstance(layer, CrossAttentionDropConfig) and isinstance(model, TransformerShape):
         depth = model.decoder_layers
         if layer.drop_depth > depth:
             problems.append(

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.registry import Config
@@ -36,6 +37,9 @@ class LabelSmoothed:
         self.smoothing = smoothing
         self.pad = pad
 
+    def plan(self, passes: Passes) -> None:
+        """The top exit is all it takes."""
+
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
@@ -47,8 +51,8 @@ class LabelSmoothed:
             ignore_index=self.pad,
             divergence_weight=divergence,
         )
-        loss, nll, kl = model.projection(states_ND, consume)
-        return LossOutput(loss, nll, {"divergence": kl} if len(passes) > 1 else {})
+        loss, nll_N, kl = model.projection(states_ND, consume)
+        return LossOutput(loss, nll_N.sum(), {"divergence": kl} if len(passes) > 1 else {})
 
 
 def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:

@@ -9,6 +9,7 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
@@ -30,15 +32,14 @@ from deepspeed_nmt.nn.layers import (
     MakeDecoderLayer,
     make_decoder_layer,
 )
-from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.stack import LayerStack, Walk
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
 from deepspeed_nmt.registry import Config
 
 
-class TransformerConfig(Config):
+class TransformerShape(Config):
     """Shape and regularisation of a Transformer. The defaults are BASE."""
 
-    name: Literal["transformer"] = "transformer"
     dim: int = Field(default=512, ge=2, description="D, model width")
     ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
     heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
@@ -56,7 +57,7 @@ class TransformerConfig(Config):
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
 
     @model_validator(mode="after")
-    def _check(self) -> TransformerConfig:
+    def _check(self) -> TransformerShape:
         if self.dim % self.heads:
             divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
             nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.heads))[:2])
@@ -67,6 +68,12 @@ class TransformerConfig(Config):
         if self.norm == "deepnorm" and self.init != "xavier":
             raise ValueError("norm=deepnorm brings its own initialisation; leave init at xavier")
         return self
+
+
+class TransformerConfig(TransformerShape):
+    """A Transformer whose layers are applied once each."""
+
+    name: Literal["transformer"] = "transformer"
 
 
 class StandardLayerConfig(Config):
@@ -96,15 +103,41 @@ class Transformer(TranslationModel):
         self.vocab_size = projection.weight.shape[0]
         self.pad = pad
 
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
-        (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
-        return Memory(states_BSD, mask)
+    @property
+    def stages(self) -> tuple[int, int]:
+        return self.encoder.stages, self.decoder.stages
 
-    def decode(self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None) -> dict[str, Tensor]:
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
+        if len(states) == 1:
+            return Memory(states[0], mask)
+        return Memory(torch.cat(states), None if mask is None else mask.repeat(len(states), 1, 1, 1))
+
+    def decode(
+        self,
+        target_input_BT: Tensor,
+        memory: Memory,
+        draw: Draw | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> list[Tensor]:
         context = Context(mask=memory.mask, memory_BSD=memory.states_BSD, draw=draw)
-        (states_BTD,) = self.decoder(self.target_embedding(target_input_BT), context)
-        return {TOP: states_BTD}
+        states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context, exits=exits)
+        return states
+
+    def at_exit(self, name: str) -> Transformer:
+        if name == TOP:
+            return self
+        encoder, _, decoder = name.partition("-")
+        n, m = (int(part) if part.isdecimal() else 0 for part in (encoder, decoder))
+        if not (1 <= n <= self.encoder.stages and 1 <= m <= self.decoder.stages):
+            raise ConfigError(
+                f"the exit must be n-m with n from 1 to {self.encoder.stages} stages of the encoder and m from 1 to "
+                f"{self.decoder.stages} of the decoder, but is '{name}'"
+            )
+        embeddings = (self.source_embedding, self.target_embedding)
+        stacks = (self.encoder.until(n), self.decoder.until(m))
+        return Transformer(*embeddings, *stacks, self.projection, self.pad).train(self.training)
 
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.applications)
@@ -118,12 +151,16 @@ class Transformer(TranslationModel):
 
 
 def build_transformer(
-    config: TransformerConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+    config: TransformerShape,
+    vocabulary: Vocabulary,
+    make_layer: MakeDecoderLayer = make_decoder_layer,
+    walks: tuple[Walk | None, Walk | None] = (None, None),
 ) -> Transformer:
     """A freshly initialised Transformer; the weights follow torch's global seed.
 
     Args:
         make_layer: makes the decoder's layers.
+        walks: in what order encoder and decoder apply their layers; default each once.
     """
     target_weight = _embedding(vocabulary, config.dim)
     source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary, config.dim)
@@ -137,8 +174,8 @@ def build_transformer(
     return Transformer(
         source_embedding=TokenEmbedding(source_weight, config.dropout),
         target_embedding=TokenEmbedding(target_weight, config.dropout),
-        encoder=LayerStack(encoder, final_norm=final_norms[0]),
-        decoder=LayerStack(decoder, final_norm=final_norms[1]),
+        encoder=LayerStack(encoder, walks[0], final_norms[0]),
+        decoder=LayerStack(decoder, walks[1], final_norms[1]),
         projection=Projection(output_weight),
         pad=vocabulary.pad,
     )
@@ -155,7 +192,7 @@ def _embedding(vocabulary: Vocabulary, dim: int) -> nn.Parameter:
     return nn.Parameter(weight_VD)
 
 
-def _parts(config: TransformerConfig, side: Literal["encoder", "decoder"]) -> LayerParts:
+def _parts(config: TransformerShape, side: Literal["encoder", "decoder"]) -> LayerParts:
     alpha, _ = _deepnorm(config, side)
     return LayerParts(
         attention=lambda: MultiHeadAttention(config.dim, config.heads, config.attention_dropout),
@@ -173,7 +210,7 @@ def _encoder_layer(parts: LayerParts) -> EncoderLayer:
     )
 
 
-def _deepnorm(config: TransformerConfig, side: Literal["encoder", "decoder"]) -> tuple[float, float]:
+def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> tuple[float, float]:
     """(alpha, beta): residual weight and initialisation gain (Wang et al. 2022, table 1); 1 for other norms."""
     if config.norm != "deepnorm":
         return 1.0, 1.0

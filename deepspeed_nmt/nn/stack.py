@@ -1,4 +1,4 @@
-"""A stack of layers: weights plus an order.
+"""A stack of layers: weights plus a walk over them.
 
 Legend: B batch, T length, D model width.
 """
@@ -6,6 +6,7 @@ Legend: B batch, T length, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,28 +15,64 @@ from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.sublayer import LayerNorm
 
 
+@dataclass(frozen=True)
+class Walk:
+    """In what order a stack's layers are applied; a layer named twice is applied twice with the same weights.
+
+    Attributes:
+        order: indices of layers, one after the other.
+        inputs_at: applications, from 0, before which the stack's input is added to the state again.
+        stages: after how many applications the state can be read (its *exits*), rising; the last is the whole walk.
+    """
+
+    order: tuple[int, ...]
+    inputs_at: frozenset[int]
+    stages: tuple[int, ...]
+
+    @classmethod
+    def straight(cls, layers: int) -> Walk:
+        """Each layer once, from the lowest to the highest, with an exit after each."""
+        return cls(tuple(range(layers)), frozenset(), tuple(range(1, layers + 1)))
+
+    def until(self, stage: int) -> Walk:
+        """The walk up to exit ``stage``, counted from 1."""
+        return Walk(self.order[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
+
+
 class LayerStack(nn.Module):
-    """Applies layers in a given order; a layer named twice is applied twice with the same weights.
+    """Applies layers as a walk says.
 
     Args:
         layers: the layers that have weights of their own.
-        order: which of them to apply, one after the other; default each once.
+        walk: the order to apply them in; default each once.
         final_norm: applied to the state at every exit (pre-norm stacks need it), or None.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], order: Sequence[int] | None = None, final_norm: LayerNorm | None = None
+        self, layers: Sequence[nn.Module], walk: Walk | None = None, final_norm: LayerNorm | None = None
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.order = tuple(range(len(layers)) if order is None else order)
-        assert all(0 <= index < len(layers) for index in self.order)
+        self.walk = Walk.straight(len(layers)) if walk is None else walk
+        assert all(0 <= index < len(layers) for index in self.walk.order)
+        assert self.walk.stages[-1] == len(self.walk.order)
         self.final_norm = final_norm
 
     @property
     def applications(self) -> int:
         """How many layers an input passes through."""
-        return len(self.order)
+        return len(self.walk.order)
+
+    @property
+    def stages(self) -> int:
+        """How many exits there are, the top among them."""
+        return len(self.walk.stages)
+
+    def until(self, stage: int) -> LayerStack:
+        """A stack with the same weights that ends at exit ``stage``, counted from 1."""
+        walk = self.walk.until(stage)
+        kept = max(walk.order) + 1
+        return LayerStack(list(self.layers)[:kept], walk, self.final_norm)
 
     def forward(
         self,
@@ -44,16 +81,19 @@ class LayerStack(nn.Module):
         cache: DecoderCache | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The states after the given numbers of applications (default: after all), each normalised.
+        """The states at the given exits, counted from 1 (default: the top), each normalised.
 
         Only as many layers as the deepest exit needs are run.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
-        wanted = (self.applications,) if exits is None else tuple(exits)
-        states: dict[int, Tensor] = {0: x_BTD}
-        for number, index in enumerate(self.order[: max(wanted)], 1):
-            x_BTD = self.layers[index](x_BTD, context, None if cache is None else cache.layers[number - 1])
-            if number in wanted:
-                states[number] = x_BTD
+        wanted = [self.walk.stages[exit - 1] for exit in (exits or (self.stages,))]
+        input_BTD = x_BTD
+        states: dict[int, Tensor] = {}
+        for number, index in enumerate(self.walk.order[: max(wanted)]):
+            if number in self.walk.inputs_at:
+                x_BTD = x_BTD + input_BTD
+            x_BTD = self.layers[index](x_BTD, context, None if cache is None else cache.layers[number])
+            if number + 1 in wanted:
+                states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
@@ -78,7 +77,7 @@ def test_equals_torch_transformer(norm: str) -> None:
         parameter.data += 0.1 * torch.randn_like(parameter)
     reference = _reference(model, config)
     source, target = _tokens([5, 9, 2], 50), _tokens([7, 3, 6], 50)
-    ours = model.decode(target, model.encode(source))[TOP]
+    ours = model.decode(target, model.encode(source))[0]
     theirs = reference(
         model.source_embedding(source),
         model.target_embedding(target),
@@ -109,10 +108,10 @@ def test_padding_changes_nothing(norm: str) -> None:
     )
     model = build_transformer(config, Vocabulary(20)).double()
     source, target = _tokens([4], 20), _tokens([3], 20)
-    alone = model.decode(target, model.encode(source, padded=False))[TOP]
+    alone = model.decode(target, model.encode(source, padded=False))[0]
     wider_source = torch.cat([torch.nn.functional.pad(source, (0, 5)), _tokens([9], 20)])
     wider_target = torch.cat([torch.nn.functional.pad(target, (0, 4)), _tokens([7], 20)])
-    beside = model.decode(wider_target, model.encode(wider_source))[TOP]
+    beside = model.decode(wider_target, model.encode(wider_source))[0]
     torch.testing.assert_close(beside[:1, :3], alone, rtol=1e-9, atol=1e-9)
 
 
@@ -170,4 +169,4 @@ def test_forward_is_encode_then_decode() -> None:
     model = build_transformer(config, Vocabulary(20))
     source, target = _tokens([4, 2], 20), _tokens([3, 5], 20)
     batch = Batch(source, target, target, torch.arange(2), target_tokens=8, source_tokens=6, pad=PAD)
-    torch.testing.assert_close(model(batch)[TOP], model.decode(target, model.encode(source))[TOP])
+    torch.testing.assert_close(model(batch), model.decode(target, model.encode(source))[0])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
@@ -60,14 +60,14 @@ def beam_search(model: TranslationModel, **settings: object) -> BeamSearch:
 def log_probs(model: TranslationModel, source: list[int], prefix: list[int]) -> Tensor:
     """log p(next token | source, prefix) without any cache. Shape: -> (V,)"""
     memory = model.encode(torch.tensor([source]))
-    states = model.decode(torch.tensor([[BOS, *prefix]]), memory)[TOP]
+    states = model.decode(torch.tensor([[BOS, *prefix]]), memory)[0]
     result: Tensor = model.projection(states[0, -1]).float().log_softmax(dim=0)
     return result
 
 
 def teacher_forced(model: TranslationModel, source: list[int], tokens: list[int]) -> float:
     """log p(tokens EOS | source) in one uncached pass."""
-    states = model.decode(torch.tensor([[BOS, *tokens]]), model.encode(torch.tensor([source])))[TOP]
+    states = model.decode(torch.tensor([[BOS, *tokens]]), model.encode(torch.tensor([source])))[0]
     rows = model.projection(states[0]).float().log_softmax(dim=1)
     return float(rows.gather(1, torch.tensor([[*tokens, EOS]]).T).sum())
 
@@ -196,10 +196,17 @@ class Bigram(TranslationModel):
             for token, probability in following.items():
                 self.logits_VV[last, token] = math.log(probability)
 
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+    @property
+    def stages(self) -> tuple[int, int]:
+        return 1, 1
+
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: object = None) -> Memory:
         return Memory(source_BS.unsqueeze(2).float(), None)
 
-    def decode(self, target_input_BT: Tensor, memory: Memory) -> dict[str, Tensor]:
+    def decode(self, *_: object) -> list[Tensor]:
+        raise NotImplementedError
+
+    def at_exit(self, name: str) -> TranslationModel:
         raise NotImplementedError
 
     def begin(self) -> DecoderCache:

@@ -89,7 +89,9 @@ def test_parts_of_an_objective_come_and_go_by_name() -> None:
     assert config.objective["ddr"].model_dump()["weight"] == 5.0
     assert problems("objective.drd.weight=1") == ["objective has no part 'drd'; did you mean 'ddr'?"]
     assert problems("objective.ald.p_ald=0.5") == ["objective.ald.p_ald must be less than 0.5, but is 0.5"]
-    assert problems("objective.label_smoothed=null") == ["objective must have one of label_smoothed, but has none"]
+    assert problems("objective.label_smoothed=null") == [
+        "objective must have one of label_smoothed, multi_softmax, but has none"
+    ]
 
 
 def test_combinations_without_a_meaning_are_refused_naming_both_settings() -> None:
@@ -143,6 +145,10 @@ def test_recipes_load_and_come_back_from_yaml(name: str, tmp_path: Path) -> None
         ("deep_encoder_base_48", 36_000, 194),
         ("transformer_big", 33_000, 210),
         ("deep_encoder_big_24", 33_000, 437),
+        ("recurrent_base_8_4", 32_000, 58.4),
+        ("recurrent_base_20_4", 32_000, 96.2),
+        ("closed_chain_base_8_4", 32_000, 58.4),
+        ("multi_softmax_base", 32_000, 60.5),
         ("deep_decoder_base_30_plain", 36_000, 129),
         ("deep_decoder_base_54_plain", 36_000, 217),
         ("deep_decoder_big_30_plain", 33_000, 475),

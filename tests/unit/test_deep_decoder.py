@@ -103,9 +103,9 @@ def test_passes_in_one_batch_are_as_passes_alone() -> None:
     seen = set()
     for update in range(12):
         thrice = type(memory)(memory.states_BSD.repeat(3, 1, 1), memory.mask.repeat(3, 1, 1, 1))
-        together = module.decode(data.target_input_BT.repeat(3, 1), thrice, Draw(2, update, (0, 1, 2)))[TOP]
+        together = module.decode(data.target_input_BT.repeat(3, 1), thrice, Draw(2, update, (0, 1, 2)))[0]
         for number, block in enumerate(together.split(3)):
-            alone = module.decode(data.target_input_BT, memory, Draw(2, update, (number,)))[TOP]
+            alone = module.decode(data.target_input_BT, memory, Draw(2, update, (number,)))[0]
             torch.testing.assert_close(block, alone, rtol=1e-12, atol=1e-12)
             seen.add(tuple(Draw(2, update, (number,)).uniform(randomness.Purpose.CROSS_ATTENTION_DROP, 1)))
     assert len(seen) == 36
@@ -180,7 +180,7 @@ def test_consistency_is_the_papers_formula(encode_twice: bool) -> None:
 
     def direct(number: int) -> Tensor:
         memory = module.encode(data.source_BS)
-        return log_p(module, module.decode(data.target_input_BT, memory, Draw(5, 2, (number,)))[TOP])
+        return log_p(module, module.decode(data.target_input_BT, memory, Draw(5, 2, (number,)))[0])
 
     first, second = direct(0), direct(1)
     assert not torch.allclose(first, second), "different coins"
@@ -200,7 +200,9 @@ def test_consistency_is_the_papers_formula(encode_twice: bool) -> None:
 def test_ddr_encodes_once_and_r_drop_twice(encode_twice: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module, seen = model().train(), []
     encode = module.encode
-    monkeypatch.setattr(module, "encode", lambda s, padded=True: (seen.append(s.shape[0]), encode(s, padded))[1])
+    monkeypatch.setattr(
+        module, "encode", lambda s, *rest, **more: (seen.append(s.shape[0]), encode(s, *rest, **more))[1]
+    )
     objective = Objective(LabelSmoothed(0.1, 0), [Consistency(ConsistencyConfig(), encode_twice=encode_twice)])
     objective(module, batch())
     assert seen == [rows]
@@ -273,7 +275,7 @@ def test_ald_is_averaged_over_the_updates_sentences() -> None:
     fuller, emptier = ALD(ALDConfig(), V).mask(data)
     real = data.target_output_BT != 0
     states = [
-        module.decode(data.target_input_BT, module.encode(source), Draw(5, 3))[TOP]
+        module.decode(data.target_input_BT, module.encode(source), Draw(5, 3))[0]
         for source in (data.source_BS, fuller, emptier)
     ]
     mean = contrastive_loss(*(sentence_states(x, real) for x in states), 0.1).mean()
@@ -286,7 +288,7 @@ def test_ald_is_averaged_over_the_updates_sentences() -> None:
 def test_terms_run_in_every_so_manieth_update_and_share_one_decoder_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = model().train(), []
     decode = module.decode
-    monkeypatch.setattr(module, "decode", lambda t, m, d=None: (calls.append(t.shape[0]), decode(t, m, d))[1])
+    monkeypatch.setattr(module, "decode", lambda t, *rest: (calls.append(t.shape[0]), decode(t, *rest))[1])
     terms = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(every=3), V)]
     objective = Objective(LabelSmoothed(0.1, 0), terms)
     reported = [set(objective(module, batch(update)).terms) for update in (1, 2, 3)]
@@ -296,10 +298,10 @@ def test_terms_run_in_every_so_manieth_update_and_share_one_decoder_call(monkeyp
 
 def test_passes_hand_back_the_states_of_each() -> None:
     module, data = model().train(), batch()
-    passes = Passes(data)
+    passes = Passes(module, data)
     other = passes.add_source(data.source_BS.flip(0))
     assert (passes.add_pass(other), passes.add_pass(0)) == (1, 2)
-    states = passes.run(module)
+    states = passes.run()
     for number, source in ((0, data.source_BS), (1, data.source_BS.flip(0)), (2, data.source_BS)):
-        alone = module.decode(data.target_input_BT, module.encode(source), Draw(5, 1, (number,)))[TOP]
+        alone = module.decode(data.target_input_BT, module.encode(source), Draw(5, 1, (number,)))[0]
         torch.testing.assert_close(states[number][TOP], alone, rtol=1e-12, atol=1e-12)

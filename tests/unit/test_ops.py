@@ -45,7 +45,7 @@ def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.Mo
     nll = -0.5 * (picked[0] + picked[1])[counted].sum()
     smooth = -0.5 * (p1.log() + p2.log()).mean(1)[counted].sum()
     kl = 0.5 * (p1 * (p1 / p2).log() + p2 * (p2 / p1).log()).sum(1)[counted].sum()
-    theirs = (0.9 * nll + 0.1 * smooth + 0.7 * kl, nll, kl)
+    theirs = (0.9 * nll + 0.1 * smooth + 0.7 * kl, torch.where(counted, -0.5 * (picked[0] + picked[1]), 0.0), kl)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     inputs = (p, q, weight)
@@ -55,6 +55,23 @@ def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.Mo
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     reference = ops.projected_cross_entropy_ref([p, q], weight, targets, 0.1, 0, 0.7)
     torch.testing.assert_close(reference, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("predictions", [1, 2])
+def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int) -> None:
+    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 8 * 21)
+    torch.manual_seed(2)
+    states = [torch.randn(30, 6, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
+    weight = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
+    arguments = (states, weight, torch.randint(0, 21, (30,)), 0.1, 0, 0.3, torch.rand(30, dtype=torch.float64))
+    ours, theirs = ops.projected_cross_entropy(*arguments), ops.projected_cross_entropy_ref(*arguments)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for one, other in zip(
+        torch.autograd.grad(ours[0], [weight, *states]),
+        torch.autograd.grad(theirs[0], [weight, *states]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
 def test_touch_gives_a_gradient_of_zero_whatever_was_touched() -> None:
@@ -81,7 +98,7 @@ def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -
     weight = torch.randn(7, 4, requires_grad=True)
     loss, nll, _ = ops.projected_cross_entropy([states], weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
     loss.backward()
-    assert loss.item() == 0.0 and nll.item() == 0.0
+    assert loss.item() == 0.0 and not nll.any()
     assert states.grad is not None and not states.grad.any()
     assert weight.grad is not None and not weight.grad.any()
 

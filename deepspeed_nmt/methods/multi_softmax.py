@@ -1,0 +1,115 @@
+"""N x M multi-layer softmaxing (papers/multi-layer-softmaxing): one model that translates at any depth.
+
+With enc_i the encoder after i of N layers and dec_{i,j} the decoder after j of M layers reading enc_i,
+
+    loss = mean over (i, j) of CE(softmax(W dec_{i,j}), Y).
+
+One output projection for all exits; with pre-norm each passes through its stack's final LayerNorm. The N encoder
+exits are blocks of rows, so that each decoder layer runs once; the cross-entropy of all exits is formed chunk by
+chunk, so never more logits exist than of an ordinary model. ``exits: 2x2`` draws 2 encoder and 2 decoder exits for
+each update, the full depth always among them, as a function of (seed, update). The mean may be weighted. With
+recurrent stacks an exit is a number of loops.
+
+Legend: N rows, E exits, T target length, D model width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP, TranslationModel
+from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.registry import Config
+
+_EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+class MultiSoftmaxConfig(Config):
+    """Which exits are trained, and how much each weighs."""
+
+    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
+    weights: dict[str, float] = Field(default={}, description="of exits n-m in the mean, where not 1: {6-6: 2.0}")
+
+    @field_validator("exits")
+    @classmethod
+    def _form(cls, value: str) -> str:
+        if value != "all" and not _EXITS.fullmatch(value):
+            raise ValueError(f"must be all, or AxB such as 2x2, but is '{value}'")
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        if any(weight < 0.0 for weight in value.values()):
+            raise ValueError("must not be negative")
+        return value
+
+    @property
+    def drawn(self) -> tuple[int, int] | None:
+        """How many exits of each side an update has; None: all."""
+        found = _EXITS.fullmatch(self.exits)
+        return None if found is None else (int(found[1]), int(found[2]))
+
+
+class MultiSoftmax:
+    """Label-smoothed cross-entropy at many exits."""
+
+    def __init__(self, config: MultiSoftmaxConfig, pad: int) -> None:
+        self.config = config
+        self.pad = pad
+
+    def plan(self, passes: Passes) -> None:
+        """Ask for the update's exits."""
+        batch, stages = passes.batch, passes.model.stages
+        counts = self.config.drawn or stages
+        passes.encoder_exits, passes.decoder_exits = (
+            _draw(total, count, batch.seed, randomness.Purpose.EXITS, batch.update, side)
+            for side, (total, count) in enumerate(zip(stages, counts, strict=True))
+        )
+
+    def __call__(
+        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
+    ) -> LossOutput:
+        names = [name for name in passes[0] if name != TOP]
+        share_E = torch.tensor([self.config.weights.get(name, 1.0) for name in names])
+        share_E = share_E / share_E.sum().clamp(min=1e-30)
+        targets_N = batch.target_output_BT.flatten()
+        consume = partial(
+            ops.projected_cross_entropy,
+            targets_N=targets_N.repeat(len(names)),
+            smoothing=self.config.smoothing,
+            ignore_index=self.pad,
+            divergence_weight=divergence,
+            row_weights_N=share_E.to(targets_N.device).repeat_interleave(targets_N.shape[0]),
+        )
+        states_ND = [torch.cat([states[name].flatten(0, 1) for name in names]) for states in passes]
+        loss, nll_N, kl = model.projection(states_ND, consume)
+        nll_E = nll_N.view(len(names), -1).sum(dim=1)
+        terms = {"divergence": kl} if len(passes) > 1 else {}
+        if len(names) > 1:
+            terms["mean_exit_nll"] = nll_E.mean()
+        top = names.index(f"{model.stages[0]}-{model.stages[1]}")
+        return LossOutput(loss, nll_E[top], terms)
+
+
+def _draw(total: int, count: int, *parts: int) -> list[int]:
+    """``count`` of the stages 1..total, the last always among them, rising."""
+    others = randomness.permutation(total - 1, *parts)[: count - 1]
+    return sorted([*(int(stage) + 1 for stage in others), total])
+
+
+def build_multi_softmax(config: MultiSoftmaxConfig, vocabulary: Vocabulary) -> MultiSoftmax:
+    """The likelihood of a run."""
+    return MultiSoftmax(config, vocabulary.pad)

@@ -1,0 +1,221 @@
+"""Walks over shared layers, and the exits of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
+from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent, walk
+from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
+from deepspeed_nmt.nn.layers import Context
+from deepspeed_nmt.nn.stack import LayerStack, Walk
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+
+V = Vocabulary(40)
+
+
+def batch(update: int = 1) -> Batch:
+    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
+    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
+    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
+    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+
+
+def transformer(norm: str = "pre", encoder: int = 3, decoder: int = 3) -> Transformer:
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        dim=16, ffn_dim=24, heads=2, encoder_layers=encoder, decoder_layers=decoder, norm=norm, dropout=0.0
+    )
+    return build_transformer(config, V).double()
+
+
+class Scalar(nn.Module):
+    """F(s) = w s."""
+
+    def __init__(self, w: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(w, dtype=torch.float64))
+
+    def forward(self, x: Tensor, context: Context, cache: None) -> Tensor:
+        return self.w * x
+
+
+def test_orders_of_the_papers() -> None:
+    assert walk("stacked", 3, 2) == Walk((0, 1, 2, 0, 1, 2), frozenset({3}), (3, 6))
+    assert walk("closed_chain", 4, 2) == Walk((0, 1, 2, 3, 2, 1, 0), frozenset({4}), (4, 7))
+    chain = walk("closed_chain", 3, 4)
+    assert (
+        chain.order == (0, 1, 2, 1, 0, 1, 2, 1, 0) and chain.inputs_at == {3, 5, 7} and chain.stages == (3, 5, 7, 9)
+    )
+    assert len(walk("closed_chain", 8, 5).order) == 8 + 4 * 7
+    assert walk("stacked", 4, 1) == walk("closed_chain", 4, 1) == Walk((0, 1, 2, 3), frozenset(), (4,))
+
+
+def test_the_chains_gradients_are_those_of_equation_9() -> None:
+    """dS6/dW1 = W0 (S4 + W1 W2^2 W3 S0), dS6/dW2 = W0 W1 (S3 + W2 W3 S1), without input at the turn."""
+    w0, w1, w2, w3 = weights = (1.3, -0.7, 0.9, 1.1)
+    chain = walk("closed_chain", 4, 2)
+    layers = [Scalar(w) for w in weights]
+    x = 0.8
+    stack = LayerStack(layers, Walk(chain.order, frozenset(), chain.stages))
+    s6 = stack(torch.tensor([x], dtype=torch.float64), Context())[0]
+    s6.sum().backward()
+    s0 = w0 * x
+    s1 = w1 * s0
+    s3 = w3 * w2 * s1
+    s4 = w2 * s3
+    assert layers[1].w.grad.item() == pytest.approx(w0 * (s4 + w1 * w2**2 * w3 * s0), rel=1e-14)
+    assert layers[2].w.grad.item() == pytest.approx(w0 * w1 * (s3 + w2 * w3 * s1), rel=1e-14)
+
+
+def test_inputs_return_at_every_turn() -> None:
+    layers, x = [Scalar(2.0), Scalar(3.0)], torch.tensor([1.0], dtype=torch.float64)
+    stacked = LayerStack(layers, walk("stacked", 2, 3))(x, Context(), exits=[1, 2, 3])
+    assert [each.item() for each in stacked] == [6.0, 42.0, 258.0], "6, 6 (6 + 1), 6 (42 + 1)"
+    chain = LayerStack(layers, walk("closed_chain", 2, 3))(x, Context(), exits=[1, 2, 3])
+    assert [each.item() for each in chain] == [6.0, 14.0, 45.0], "6, 2 (6 + 1), 3 (14 + 1)"
+
+
+def recurrent(sharing: str, encoder_loops: int = 3, decoder_loops: int = 2) -> Transformer:
+    torch.manual_seed(1)
+    config = RecurrentConfig(
+        dim=16, ffn_dim=24, heads=2, encoder_layers=2, decoder_layers=3, dropout=0.0, sharing=sharing,
+        encoder_loops=encoder_loops, decoder_loops=decoder_loops,
+    )  # fmt: skip
+    return build_recurrent(config, V).double()
+
+
+@pytest.mark.parametrize("sharing", ["stacked", "closed_chain"])
+def test_cached_decoding_of_shared_layers_is_uncached(sharing: str) -> None:
+    model = recurrent(sharing).eval()
+    assert model.begin().layers.__len__() == (6 if sharing == "stacked" else 5)
+    data = batch()
+    memory = model.encode(data.source_BS)
+    whole = model.projection(model.decode(data.target_input_BT, memory)[0])
+    cache = model.begin()
+    for position in range(4):
+        logits = model.step(data.target_input_BT[:, position], memory, cache)
+        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
+
+
+def test_shared_parameters_exist_once_and_one_loop_is_the_ordinary_model() -> None:
+    plain, looped, once = transformer(encoder=2), recurrent("stacked"), recurrent("stacked", 1, 1)
+    count = sum(p.numel() for p in plain.parameters())
+    assert sum(p.numel() for p in looped.parameters()) == count
+    data = batch()
+    torch.testing.assert_close(once(data), plain(data), rtol=0, atol=0)
+    assert not torch.allclose(looped(data), plain(data))
+
+
+def test_a_chain_of_one_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="closed_chain needs 2 layers"):
+        RecurrentConfig(sharing="closed_chain", encoder_layers=1)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("exit", [(1, 1), (2, 3), (3, 1), (3, 3)])
+def test_an_exit_is_a_model_of_the_first_layers(norm: str, exit: tuple[int, int]) -> None:
+    model, data = transformer(norm), batch()
+    n, m = exit
+    small = transformer(norm, n, m)
+    small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
+    name = f"{n}-{m}"
+    at_exit = model.at_exit(name)
+    torch.testing.assert_close(at_exit(data), small(data), rtol=0, atol=0)
+    assert len(at_exit.begin().layers) == m
+    passes = Passes(model, data)
+    passes.encoder_exits, passes.decoder_exits = [1, 2, 3], [1, 3]
+    states = passes.run()
+    if m != 2:
+        torch.testing.assert_close(states[0][name], small(data), rtol=1e-12, atol=1e-12)
+    assert set(states[0]) == {TOP, *(f"{i}-{j}" for i in (1, 2, 3) for j in (1, 3))}
+    assert torch.equal(states[0][TOP], states[0]["3-3"])
+
+
+def test_an_exit_of_a_recurrent_model_is_a_number_of_loops() -> None:
+    model, data = recurrent("closed_chain"), batch()
+    assert model.stages == (3, 2)
+    fewer = recurrent("closed_chain", 2, 1)
+    fewer.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model.at_exit("2-1")(data), fewer(data), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["4-1", "0-1", "1", "deep", "1-4", "-1"])
+def test_an_exit_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="n from 1 to 3 stages of the encoder and m from 1 to 3"):
+        transformer().at_exit(name)
+
+
+def test_search_decodes_from_an_exit() -> None:
+    model = transformer().eval()
+    source = batch().source_BS
+    config = BeamConfig(beam=3)
+    found = BeamSearch(model.at_exit("2-1"), V.bos, V.eos, V.pad, config).search(source)
+    small = transformer("pre", 2, 1)
+    small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
+    assert found == BeamSearch(small.eval(), V.bos, V.eos, V.pad, config).search(source)
+
+
+@pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
+def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> None:
+    model, data = transformer().train(), batch()
+    output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights=weights), V.pad))(model, data)
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(output.loss, parameters)
+    losses, shares = [], []
+    for n in (1, 2, 3):
+        for m in (1, 2, 3):
+            one = Objective(LabelSmoothed(0.1, V.pad))(model.at_exit(f"{n}-{m}"), data)
+            losses.append(one.loss)
+            shares.append(weights.get(f"{n}-{m}", 1.0))
+    loss = sum(share * one for share, one in zip(shares, losses, strict=True)) / sum(shares)
+    torch.testing.assert_close(output.loss, loss, rtol=1e-7, atol=1e-7)  # the shares are fp32
+    for one, other in zip(ours, torch.autograd.grad(loss, parameters), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
+    torch.testing.assert_close(output.nll, vanilla.nll)
+
+
+def test_sampled_exits_hold_the_top_and_change_from_update_to_update() -> None:
+    model, seen = transformer(encoder=4).train(), set()
+    likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)
+    for update in range(40):
+        passes = Passes(model, batch(update))
+        likelihood.plan(passes)
+        assert len(passes.encoder_exits) == 2 and passes.encoder_exits[-1] == 4 and passes.decoder_exits == [3]
+        seen.add(passes.encoder_exits[0])
+    assert seen == {1, 2, 3}
+
+
+def test_each_decoder_layer_runs_once_for_all_exits() -> None:
+    model, calls = transformer().train(), []
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.register_forward_hook(lambda module, inputs, output: calls.append(output.shape[0]))
+    Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, batch())
+    assert calls == [2, 2, 2, 6, 6, 6]
+
+
+def test_multi_softmax_with_ddr_compares_every_exit_with_its_twin() -> None:
+    model, data = transformer(encoder=2, decoder=2).train(), batch()
+    for module in model.modules():
+        if hasattr(module, "p"):
+            module.p = 0.0
+    terms = [Consistency(ConsistencyConfig(weight=2.0), encode_twice=True)]
+    output = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    plain = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, data)
+    torch.testing.assert_close(output.loss, plain.loss)
+    assert output.terms["divergence"].abs().item() < 1e-12
+    model.eval()
+    validated = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
+    torch.testing.assert_close(validated.loss, vanilla.loss, rtol=1e-7, atol=1e-7)
