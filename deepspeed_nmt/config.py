@@ -202,7 +202,9 @@ def _objective(content: dict[str, Any]) -> dict[str, Config]:
     Raises:
         ConfigError: for unknown parts, wrong settings, and any number of likelihoods but one.
     """
-    named = {_DEFAULT_LIKELIHOOD: {}, **content}
+    named = content
+    if not any(name in LIKELIHOODS and settings is not None for name, settings in content.items()):
+        named = {_DEFAULT_LIKELIHOOD: {}, **content}
     known = [*LIKELIHOODS, *TERMS]
     parts: dict[str, Config] = {}
     problems: list[str] = []
