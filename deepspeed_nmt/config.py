@@ -222,7 +222,8 @@ def _objective(content: dict[str, Any]) -> dict[str, Config]:
     chosen = [name for name in parts if name in LIKELIHOODS]
     if len(chosen) != 1 and not problems:
         problems.append(
-            f"objective must have one of {', '.join(LIKELIHOODS)}, but has {' and '.join(chosen) or 'none'}"
+            f"objective must have one of {', '.join(LIKELIHOODS)}, but has {' and '.join(chosen) or 'none'}; "
+            "set the others to null"
         )
     if problems:
         raise ConfigError(problems)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
 }
-COMPOSITION = {"cli", "commands", "config", "runs", "__main__"}
+COMPOSITION = {"cli", "commands", "config", "inherit", "runs", "__main__"}
 DISTRIBUTED = {"parallel"}
 
 

@@ -12,6 +12,7 @@ the same run directory resumes the run. It exits with 75 when a signal stopped i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with settings, on top of the recipe")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="made by `prepare`")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="where the run is kept")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--init-from", type=Path, metavar="RUN", help="start from another run's weights (fine-tuning)")
+    start.add_argument("--grow-from", type=Path, metavar="RUN", help="grow on top of another run, which stays frozen")
+    parser.add_argument(
+        "--from-checkpoint", default="best", metavar="C", help="of that run: best, last, average, or a path [best]"
+    )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of everything")
 
 
@@ -40,11 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.data.loader import TrainLoader, collate
     from deepspeed_nmt.engine import build_engine
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.files import atomic_write_text
+    from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
     from deepspeed_nmt.parallel.collectives import barrier
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import (
         CHECKPOINTS,
         CONFIG_FILE,
+        Run,
         RunLock,
         begin,
         build_model,
@@ -90,8 +101,18 @@ def run(arguments: argparse.Namespace) -> int:
             loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, vocabulary)
             model = build_model(config, vocabulary)
             copy = build_model(config, vocabulary)
+            origin = arguments.init_from or arguments.grow_from
             if checkpoint is not None:
                 load_weights(model, checkpoint)
+            elif origin is not None:
+                grow = arguments.grow_from is not None
+                inherited = inherit(model, Run.open(origin), arguments.from_checkpoint, data, grow=grow)
+                if world.is_main:
+                    atomic_write_text(arguments.run / ORIGIN_FILE, json.dumps(inherited, indent=1))
+            elif any(not parameter.requires_grad for parameter in model.parameters()):
+                raise ConfigError(
+                    "this model has frozen parts that were trained before; give their run by --grow-from RUN"
+                )
             objective = build_objective(config, vocabulary)
             module = TrainModule(model, objective)
             optimizer = build_optimizer(config.optimizer, module.to(world.device))

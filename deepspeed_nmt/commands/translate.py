@@ -12,8 +12,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.core.model import TranslationModel
 
 HELP = "translate text with a trained run"
 
@@ -30,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N", help="sentences x longest source at once"
     )
+    parser.add_argument("--encoder-layers", type=int, metavar="N", help="decode with the first N layers (or loops)")
+    parser.add_argument("--decoder-layers", type=int, metavar="M", help="decode with the first M layers (or loops)")
+    parser.add_argument("--exit", metavar="E", help="decode from an exit: shallow or deep (depth growing), or n-m")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
@@ -58,7 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
     assert isinstance(search, SearchConfig)
     use_cuda = arguments.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
-    model = opened.model(arguments.checkpoint).to(device)
+    model = opened.model(arguments.checkpoint)
+    if arguments.encoder_layers is not None or arguments.decoder_layers is not None:
+        if arguments.exit is not None:
+            raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")
+        model = model.at_exit(_exit(model, arguments.encoder_layers, arguments.decoder_layers))
+    elif arguments.exit is not None:
+        model = model.at_exit(arguments.exit)
+    model = model.to(device)
 
     interactive = source is None and sys.stdin.isatty()
     translations = translate_lines(
@@ -82,6 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
                 output.flush()
         output.flush()
     return 0
+
+
+def _exit(model: TranslationModel, encoder: int | None, decoder: int | None) -> str:
+    """The exit after so many stages; all of a side where none is asked for."""
+    from deepspeed_nmt.core.model import exit_name
+
+    whole = model.stages
+    return exit_name(whole[0] if encoder is None else encoder, whole[1] if decoder is None else decoder)
 
 
 def _lines(source: Path | None) -> Iterator[str]:

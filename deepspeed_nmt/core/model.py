@@ -32,16 +32,19 @@ class Memory:
     Attributes:
         states_BSD: the encoder's states.
         mask: bool (B,1,1,S), True where a position is not padding; None when none is.
+        below_BSD: states that lower decoder layers attend to instead, where a model has two modules.
     """
 
     states_BSD: Tensor
     mask: Tensor | None
+    below_BSD: Tensor | None = None
 
     def select(self, sentences_B: Tensor) -> Memory:
         """The memory of some of the sentences, in the given order."""
         return Memory(
             self.states_BSD.index_select(0, sentences_B),
             None if self.mask is None else self.mask.index_select(0, sentences_B),
+            None if self.below_BSD is None else self.below_BSD.index_select(0, sentences_B),
         )
 
 

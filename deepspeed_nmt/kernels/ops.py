@@ -119,7 +119,7 @@ def projected_cross_entropy(
     assert len(states) in (1, 2)
     arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
     if not torch.is_grad_enabled():
-        return _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=False)[0]
+        return _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=False, of_weight=False)[0]
     result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         weight_VD, *arguments, *states
     )
@@ -165,14 +165,15 @@ def _cross_entropy_chunks(
     divergence_weight: float,
     row_weights_N: Tensor | None,
     with_gradient: bool,
+    of_weight: bool,
 ) -> tuple[_Sums, list[Tensor], Tensor | None]:
-    """The three results and, if asked, d loss / d states (N,D) each and d loss / d weight (V,D; fp32 or wider)."""
+    """The three results and, if asked, d loss / d states (N,D) each; and d loss / d weight (V,D; fp32 or wider)."""
     rows, vocabulary = states[0].shape[0], weight_VD.shape[0]
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
     loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
-    d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if with_gradient else None
+    d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
     share = 1.0 / len(states)
     step = max(1, _CHUNK_ELEMENTS // (vocabulary * len(states)))
     for start in range(0, rows, step):
@@ -196,7 +197,7 @@ def _cross_entropy_chunks(
             divergence_N, pulls = _divergence(log_ps[0], log_ps[1], with_gradient)
             divergence += torch.where(counted, divergence_N * weights, 0.0).sum()
         for number, (x, log_p) in enumerate(zip(chunks, log_ps, strict=True)):
-            if d_weight is None:
+            if not with_gradient:
                 continue
             # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
             d_logits = log_p.exp_()
@@ -210,6 +211,8 @@ def _cross_entropy_chunks(
             d_logits *= weights.unsqueeze(1)
             d_logits = d_logits.to(x.dtype)
             torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
+            if d_weight is None:
+                continue
             if d_weight.dtype == x.dtype:
                 d_weight.addmm_(d_logits.t(), x)
             else:
@@ -247,7 +250,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         *states: Tensor,
     ) -> _Sums:
         arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
-        sums, d_states, d_weight = _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=True)
+        sums, d_states, d_weight = _cross_entropy_chunks(
+            states, weight_VD, *arguments, with_gradient=True, of_weight=weight_VD.requires_grad
+        )
         ctx.save_for_backward(d_weight, *d_states)
         ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -258,5 +263,5 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         d_weight, *d_states = ctx.saved_tensors
         scale = gradients[0]
         # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
-        d_weight = (d_weight * scale).to(ctx.weight_dtype)
+        d_weight = None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype)
         return d_weight, None, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)

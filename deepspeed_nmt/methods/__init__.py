@@ -10,6 +10,7 @@ from deepspeed_nmt.core.objective import Likelihood, Term
 from deepspeed_nmt.methods.ald import ALDConfig, build_ald
 from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
+from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig, build_label_smoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig, build_multi_softmax
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
@@ -28,6 +29,7 @@ MODELS: Registry[TranslationModel] = Registry(
     [
         Entry("transformer", TransformerConfig, build_transformer),
         Entry("recurrent", RecurrentConfig, build_recurrent),
+        Entry("depth_growing", DepthGrowingConfig, build_depth_growing),
     ],
 )
 

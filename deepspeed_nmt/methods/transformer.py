@@ -145,7 +145,7 @@ class Transformer(TranslationModel):
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
         embedded = self.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
-        (states_R1D,) = self.decoder(embedded, context, cache)
+        (states_R1D,) = self.decoder(embedded, context, cache.layers)
         logits: Tensor = self.projection(states_R1D.squeeze(1))
         return logits
 
@@ -165,20 +165,30 @@ def build_transformer(
     target_weight = _embedding(vocabulary, config.dim)
     source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
+    encoder, decoder = build_stacks(config, make_layer, walks)
+    return Transformer(
+        source_embedding=TokenEmbedding(source_weight, config.dropout),
+        target_embedding=TokenEmbedding(target_weight, config.dropout),
+        encoder=encoder,
+        decoder=decoder,
+        projection=Projection(output_weight),
+        pad=vocabulary.pad,
+    )
+
+
+def build_stacks(
+    config: TransformerShape,
+    make_layer: MakeDecoderLayer = make_decoder_layer,
+    walks: tuple[Walk | None, Walk | None] = (None, None),
+) -> tuple[LayerStack, LayerStack]:
+    """A freshly initialised encoder and decoder stack."""
     encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
     decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
     final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
-    return Transformer(
-        source_embedding=TokenEmbedding(source_weight, config.dropout),
-        target_embedding=TokenEmbedding(target_weight, config.dropout),
-        encoder=LayerStack(encoder, walks[0], final_norms[0]),
-        decoder=LayerStack(decoder, walks[1], final_norms[1]),
-        projection=Projection(output_weight),
-        pad=vocabulary.pad,
-    )
+    return LayerStack(encoder, walks[0], final_norms[0]), LayerStack(decoder, walks[1], final_norms[1])
 
 
 def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:

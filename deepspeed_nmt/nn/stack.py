@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.sublayer import LayerNorm
 
@@ -78,12 +78,15 @@ class LayerStack(nn.Module):
         self,
         x_BTD: Tensor,
         context: Context,
-        cache: DecoderCache | None = None,
+        caches: Sequence[LayerCache] | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """The states at the given exits, counted from 1 (default: the top), each normalised.
 
         Only as many layers as the deepest exit needs are run.
+
+        Args:
+            caches: one for each application, when decoding position by position.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
@@ -93,7 +96,7 @@ class LayerStack(nn.Module):
         for number, index in enumerate(self.walk.order[: max(wanted)]):
             if number in self.walk.inputs_at:
                 x_BTD = x_BTD + input_BTD
-            x_BTD = self.layers[index](x_BTD, context, None if cache is None else cache.layers[number])
+            x_BTD = self.layers[index](x_BTD, context, None if caches is None else caches[number])
             if number + 1 in wanted:
                 states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]

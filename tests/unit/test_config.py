@@ -89,8 +89,11 @@ def test_parts_of_an_objective_come_and_go_by_name() -> None:
     assert config.objective["ddr"].model_dump()["weight"] == 5.0
     assert problems("objective.drd.weight=1") == ["objective has no part 'drd'; did you mean 'ddr'?"]
     assert problems("objective.ald.p_ald=0.5") == ["objective.ald.p_ald must be less than 0.5, but is 0.5"]
-    assert problems("objective.label_smoothed=null") == [
-        "objective must have one of label_smoothed, multi_softmax, but has none"
+    assert "but has none" in problems("objective.label_smoothed=null")[0]
+    both = problems("objective.multi_softmax.exits=all", recipe="transformer_base")
+    assert both == [
+        "objective must have one of label_smoothed, multi_softmax, but has label_smoothed and multi_softmax; "
+        "set the others to null"
     ]
 
 

@@ -1,0 +1,148 @@
+"""Depth growing (papers/depth-growing): a trained model keeps its weights and gets a module on top.
+
+Stage 1 trains a bottom module, an ordinary Transformer. Stage 2 freezes it and trains the top:
+
+    h1 = enc1(x);                 h2 = enc2(r(x) + h1)
+    s1 = dec1(y<t, attn over h1); s2 = dec2(r(y<t) + s1, attn over h2)
+
+with x, y the embedded inputs (scaled, with positions and dropout) and r a LayerNorm, one for each side, as in the
+authors' code (``residual_norm``). Frozen are embeddings, enc1, dec1 and the output projection, which both exits
+share: no gradients, no optimizer state. Dropout in the frozen part stays on in stage 2, as the authors ran it
+(``frozen_dropout``). With a pre-norm bottom its final LayerNorm belongs to the bottom; the top has its own.
+
+Two exits: ``shallow`` (enc1 and dec1: the bottom itself) and ``deep``. Stage 2 minimises the loss of the deep exit
+alone: shallow logits are not computed, and the bottom runs without autograd.
+
+Legend: B sentences, S source length, T target length, D model width, R rows = B x beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_stacks, build_transformer
+from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
+from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.sublayer import LayerNorm
+
+
+class DepthGrowingConfig(TransformerShape):
+    """The bottom's shape, which must be that of the run it comes from, and the top's depth."""
+
+    name: Literal["depth_growing"] = "depth_growing"
+    top_encoder_layers: int = Field(default=2, ge=1, description="layers that the encoder grows by")
+    top_decoder_layers: int = Field(default=2, ge=1, description="layers that the decoder grows by")
+    residual_norm: bool = Field(default=True, description="r is a LayerNorm, as in the authors' code; else nothing")
+    frozen_dropout: bool = Field(default=True, description="dropout in the frozen part while the top is trained")
+
+
+class DepthGrowing(TranslationModel):
+    """A frozen Transformer with a trained module on top. Built by :func:`build_depth_growing`.
+
+    Args:
+        bottom: stage 1's model; its parameters stop wanting gradients.
+        source_norm, target_norm: r of each side, or None.
+    """
+
+    def __init__(
+        self,
+        bottom: Transformer,
+        top_encoder: LayerStack,
+        top_decoder: LayerStack,
+        source_norm: LayerNorm | None,
+        target_norm: LayerNorm | None,
+        frozen_dropout: bool,
+    ) -> None:
+        super().__init__()
+        self.bottom = bottom.requires_grad_(False)
+        self.top_encoder = top_encoder
+        self.top_decoder = top_decoder
+        self.source_norm = source_norm
+        self.target_norm = target_norm
+        self.projection = bottom.projection
+        self.vocab_size = bottom.vocab_size
+        self.pad = bottom.pad
+        self.frozen_dropout = frozen_dropout
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        return 1, 1
+
+    def train(self, mode: bool = True) -> DepthGrowing:
+        """Also decides whether the frozen part has dropout."""
+        super().train(mode)
+        self.bottom.train(mode and self.frozen_dropout)
+        return self
+
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        with torch.no_grad():
+            embedded_BSD = self.bottom.source_embedding(source_BS)
+            (below_BSD,) = self.bottom.encoder(embedded_BSD, Context(mask=mask))
+        entry_BSD = below_BSD + (embedded_BSD if self.source_norm is None else self.source_norm(embedded_BSD))
+        (states_BSD,) = self.top_encoder(entry_BSD, Context(mask=mask))
+        return Memory(states_BSD, mask, below_BSD)
+
+    def decode(
+        self,
+        target_input_BT: Tensor,
+        memory: Memory,
+        draw: Draw | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        with torch.no_grad():
+            embedded_BTD = self.bottom.target_embedding(target_input_BT)
+            (below_BTD,) = self.bottom.decoder(embedded_BTD, Context(mask=memory.mask, memory_BSD=memory.below_BSD))
+        return [self._top(embedded_BTD, below_BTD, Context(memory.mask, memory.states_BSD, draw), None)]
+
+    def begin(self) -> DecoderCache:
+        return DecoderCache(self.bottom.decoder.applications + self.top_decoder.applications)
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        embedded_R1D = self.bottom.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
+        split = self.bottom.decoder.applications
+        below = Context(mask=memory.mask, memory_BSD=memory.below_BSD)
+        (below_R1D,) = self.bottom.decoder(embedded_R1D, below, cache.layers[:split])
+        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
+        states_R1D = self._top(embedded_R1D, below_R1D, context, cache.layers[split:])
+        logits: Tensor = self.projection(states_R1D.squeeze(1))
+        return logits
+
+    def at_exit(self, name: str) -> TranslationModel:
+        if name in (TOP, "deep"):
+            return self
+        if name == "shallow":
+            return self.bottom
+        raise ConfigError(f"the exit must be shallow or deep, but is '{name}'")
+
+    def _top(
+        self, embedded_BTD: Tensor, below_BTD: Tensor, context: Context, caches: Sequence[LayerCache] | None
+    ) -> Tensor:
+        entry_BTD = below_BTD + (embedded_BTD if self.target_norm is None else self.target_norm(embedded_BTD))
+        (states_BTD,) = self.top_decoder(entry_BTD, context, caches)
+        states: Tensor = states_BTD
+        return states
+
+
+def build_depth_growing(
+    config: DepthGrowingConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
+) -> DepthGrowing:
+    """A fresh top on a bottom whose weights are still to be loaded. ``make_layer`` makes the top's decoder layers,
+    numbered from 1; the bottom has ordinary ones.
+    """
+    bottom = build_transformer(config, vocabulary)
+    top = config.model_copy(
+        update={"encoder_layers": config.top_encoder_layers, "decoder_layers": config.top_decoder_layers}
+    )
+    encoder, decoder = build_stacks(top, make_layer)
+    source_norm, target_norm = (LayerNorm(config.dim) if config.residual_norm else None for _ in range(2))
+    return DepthGrowing(bottom, encoder, decoder, source_norm, target_norm, config.frozen_dropout)
