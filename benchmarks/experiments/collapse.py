@@ -26,7 +26,7 @@ COMMON = [
     *("model.dim=64", "model.ffn_dim=128", "model.encoder_layers=4", "engine.name=plain", "engine.device=cpu"),
     *("training.keep_last=4", "training.validate_every=250", "training.log_every=50", "collapse.every=100"),
     *("collapse.grace=600", "validation.max_sentences=200", "search.beam=4", "model.dropout=0.1"),
-    # Post-norm and hot: with pre-norm, no depth or learning rate that was tried made the decoder collapse.
+    # Post-norm and hot, where 6 decoder layers train well. With pre-norm, 15 and 27 layers did, too.
     *("model.norm=post", "optimizer.lr=5e-3", "schedule.warmup_updates=200", "optimizer.clip_norm=0"),
 ]
 DEEP = ["model.decoder_layers=15"]

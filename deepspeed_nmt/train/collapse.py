@@ -5,8 +5,10 @@ loss hardly rises. On a fixed slice of the validation set,
 
     collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats)
 
-is near 0 for an unconditional language model, and well above 1 for a good translation model. Besides, for each
-decoder layer that has cross-attention, with a, c, f the outputs of its self-attention, cross-attention and
+is near 0 for an unconditional language model, and well above 1 for a good translation model. ``collapse/nll`` is the
+NLL with the true sources; above ln V, what guessing costs, a model has collapsed in another way: it fits its training
+set with dropout on and predicts nothing with dropout off (deep post-norm decoders do that). Besides, for each decoder
+layer that has cross-attention, with a, c, f the outputs of its self-attention, cross-attention and
 feed-forward networks, averaged over target tokens,
 
     collapse/cross_share/layer_NN = |c| / (|a| + |c| + |f|).
@@ -42,7 +44,7 @@ from deepspeed_nmt.randomness import Purpose, permutation
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.replica import Replica
 
-RELIANCE = "collapse/source_reliance"
+RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
 
 
 class CollapseConfig(Config):
@@ -52,7 +54,7 @@ class CollapseConfig(Config):
     sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
     threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
     grace: int = Field(default=0, ge=0, description="updates before the first judgement; 0: twice the warm-up")
-    patience: int = Field(default=2, ge=1, description="measurements in a row that must be too low")
+    patience: int = Field(default=2, ge=1, description="measurements in a row that must be bad")
     action: Literal["warn", "stop"] = Field(default="warn", description="what to do then: warn, or stop the run")
 
 
@@ -116,7 +118,8 @@ class CollapseMonitor:
             sums["shuffled"] += self._nll(model, collate(corpus, group, vocabulary, source_indices=others))
             sums["tokens"] += true.target_tokens
         total = sum_over_ranks({**sums, **norms.sums}, self._world)
-        values = {RELIANCE: (total["shuffled"] - total["true"]) / total["tokens"]}
+        nll, shuffled = (total[kind] / total["tokens"] for kind in ("true", "shuffled"))
+        values = {RELIANCE: shuffled - nll, NLL: nll}
         for layer in norms.layers:
             attended, crossed, fed = (total[f"{part}/{layer}"] for part in _PARTS)
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
@@ -124,27 +127,38 @@ class CollapseMonitor:
         return values
 
     def judge(self, update: int, values: dict[str, float]) -> None:
-        """Warn, or stop the run, when the last measurements were all too low.
+        """Warn, or stop the run, when the last measurements were all bad.
 
         Raises:
             TrainingError: if that is the action asked for.
         """
-        reliance, config = values[RELIANCE], self._config
-        if update <= self._grace or reliance >= config.threshold or not math.isfinite(reliance):
+        config = self._config
+        guessing = math.log(self._vocabulary.size)
+        low, lost = values[RELIANCE] < config.threshold, values[NLL] > guessing
+        if update <= self._grace or not (low or lost):
             self._low_in_a_row = 0
             return
         self._low_in_a_row += 1
         if self._low_in_a_row % config.patience:
             return
-        message = (
-            f"update {update}: the decoder ignores its source. With the sources shuffled among the sentences, its "
-            f"loss rises by only {reliance:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
-            f"{self._low_in_a_row} measurements in a row: it is turning into a language model, and its BLEU will be "
-            "near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at two "
-            "fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
-            "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
-            "model.decoder_layers"
-        )
+        if lost:
+            what = (
+                f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
+                f"(guessing costs {guessing:.2f}) after {self._low_in_a_row} bad measurements in a row, whatever its "
+                "training loss says. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
+            )
+        else:
+            what = (
+                "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
+                f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
+                f"{self._low_in_a_row} measurements in a row: it is turning into a language model, and its BLEU will "
+                "be near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at "
+                "two fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
+                "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
+                "model.decoder_layers"
+            )
+        message = f"update {update}: {what}"
         if config.action == "stop":
             raise TrainingError(message)
         if self._world.is_main:

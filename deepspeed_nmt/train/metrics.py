@@ -3,8 +3,8 @@
 Tags: train/loss (smoothed, per target token), train/nll, train/ppl, train/grad_norm, train/lr, train/loss_scale,
 train/skipped (updates, so far), train/target_tokens (so far), train/divergence and train/ald (the objective's terms,
 unweighted), valid/loss, valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token),
-collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s, perf/padding
-(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
+collapse/nll, collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s,
+perf/padding (share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""Runs that start from another run: grown, stacked, tuned; and what their exits translate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.support import run_ranks
+
+GROW = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
+
+
+def words(data: Path, run: Path, *more: str) -> list[str]:
+    return ["train", "--data", str(data), "--run", str(run), *more]
+
+
+@pytest.fixture(scope="module")
+def bottom(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.system.conftest import SMALL
+
+    run = tmp_path_factory.mktemp("bottom") / "run"
+    assert main(words(data, run, *SMALL, "training.max_updates=4")) == 0
+    return run
+
+
+def translated(data: Path, run: Path, tmp_path: Path, *more: str) -> str:
+    out = tmp_path / "out"
+    source = str(data.parent / "text" / "test.en")
+    assert (
+        main(["translate", "--run", str(run), "--checkpoint", "last", "--input", source, "--output", str(out), *more])
+        == 0
+    )
+    return out.read_text(encoding="utf-8")
+
+
+def newest(run: Path) -> dict[str, torch.Tensor]:
+    return Checkpoint(sorted(run.glob("checkpoints/update-*"))[-1]).weights()
+
+
+@pytest.mark.parametrize("engine", ["plain", "zero3"])
+def test_a_grown_run_keeps_its_bottom(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], engine: str
+) -> None:
+    run = tmp_path / "grown"
+    how = ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", f"engine.ds_config={engine}"]
+    command = words(data, run, *small, *GROW, *how, "validation.bleu=false", "validation.best_by=loss")
+    run_ranks(
+        ["-m", "deepspeed_nmt", *command, "--grow-from", str(bottom), "training.max_updates=6"], 2, tmp_path, 120
+    )
+    run_ranks(["-m", "deepspeed_nmt", *command, "training.max_updates=8"], 2, tmp_path, 120)  # resumes, by itself
+    below, grown = Checkpoint(bottom / "checkpoints" / "update-0000004").weights(), newest(run)
+    assert all(torch.equal(grown[f"bottom.{name}"], weight) for name, weight in below.items())
+    origin = json.loads((run / "origin.json").read_text())
+    assert origin["frozen"] and origin["update"] == 4
+    shallow, deep = (translated(data, run, tmp_path, "--exit", name) for name in ("shallow", "deep"))
+    assert shallow == translated(data, bottom, tmp_path) != deep
+
+
+def test_direct_stacking_takes_the_layers_there_are(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str]
+) -> None:
+    run = tmp_path / "stacked"
+    more = [
+        "model.decoder_layers=3",
+        "--init-from",
+        str(bottom),
+        "optimizer.lr=1e-20",
+        "schedule.initial_lr=0",
+        "training.max_updates=1",
+    ]
+    assert main(words(data, run, *small, *more)) == 0
+    below, stacked = Checkpoint(bottom / "checkpoints" / "update-0000004").weights(), newest(run)
+    assert all(torch.allclose(stacked[name], weight) for name, weight in below.items())
+    assert any(name.startswith("decoder.layers.2.") for name in stacked)
+
+
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*more: str, where: Path = data) -> str:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        capsys.readouterr()
+        assert main(words(where, tmp_path / "run", *small, *more)) == 2
+        return capsys.readouterr().err
+
+    assert "this model has frozen parts that were trained before; give their run by --grow-from" in refused(*GROW)
+    grow = ["--grow-from", str(bottom)]
+    assert "--grow-from needs a model that grows" in refused(*grow)
+    error = refused(*GROW, *grow, "model.dim=16")
+    assert "the bottom must have the shape of" in error and "32" in error and "16" in error
+    error = refused("--init-from", str(bottom), "model.encoder_layers=1")
+    assert "is only there" in error
+    other, text = tmp_path / "other", data.parent / "text"
+    sides = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
+    files = [str(text / name) for name in ("train.en", "train.de", "valid.en", "valid.de")]
+    pairs = [word for pair in zip(sides, files, strict=True) for word in pair]
+    assert main(["prepare", "--out", str(other), "--vocab-size", "400", *pairs]) == 0
+    assert f"prepare the data with --vocab-from {bottom}" in refused(*GROW, *grow, where=other)
+    assert "objective.multi_softmax trains many exits" in refused(
+        *GROW, *grow, "objective.label_smoothed=null", "objective.multi_softmax.exits=all"
+    )
+
+
+def test_a_model_of_many_exits_translates_at_each(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    exits = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x1"]
+    assert main(words(data, run, *small, *exits)) == 0
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "train/mean_exit_nll" in log[0]
+    whole = translated(data, run, tmp_path)
+    assert translated(data, run, tmp_path, "--encoder-layers", "2", "--decoder-layers", "2") == whole
+    assert translated(data, run, tmp_path, "--decoder-layers", "1") == translated(
+        data, run, tmp_path, "--exit", "2-1"
+    )
+    source = str(data.parent / "text" / "test.en")
+    command = ["translate", "--run", str(run), "--checkpoint", "last", "--input", source, "--output", "-"]
+    assert main([*command, "--encoder-layers", "3"]) == 2
+    assert "n from 1 to 2 stages of the encoder" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""When the collapse monitor speaks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.collapse import NLL, RELIANCE, CollapseConfig, CollapseMonitor
+from deepspeed_nmt.train.replica import Replica
+from tests.support import random_corpus
+
+
+class _Fixed(Replica):
+    """A model that is what it is, without an engine."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model.eval()
+
+    def at(self, update: int) -> torch.nn.Module:
+        return self.model
+
+
+def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
+    corpus = random_corpus(tmp_path, pairs=40, vocab=50, seed=1, split="valid")
+    torch.manual_seed(1)
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=2, dropout=0.3)
+    vocabulary = Vocabulary(50)
+    model = build_transformer(config, vocabulary)
+    with torch.no_grad():  # cross-attention that says nothing: whatever the source, the same prediction
+        for layer in model.decoder.layers:
+            layer.cross_attention.out_proj.weight.zero_()
+    return CollapseMonitor(
+        CollapseConfig.model_validate({"sentences": 25, **settings}),
+        100,
+        corpus,
+        _Fixed(model),
+        Objective(LabelSmoothed(0.1, 0)),
+        vocabulary,
+        BatchConfig(micro_tokens=200),
+        World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu")),
+    )
+
+
+def test_a_decoder_without_ears_has_no_reliance(tmp_path: Path) -> None:
+    values = monitor(tmp_path)(500)
+    assert abs(values[RELIANCE]) < 1e-6
+    assert values["collapse/cross_share/layer_01"] == 0.0 and values[NLL] > 3.0
+
+
+def test_every_sentence_gets_another_ones_source(tmp_path: Path) -> None:
+    other = monitor(tmp_path)._other_source
+    assert len(other) == 25 and sorted(other) == sorted(other.values())
+    assert all(sentence != source for sentence, source in other.items())
+
+
+def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = monitor(tmp_path).judge
+    caplog.set_level(logging.WARNING, logger="deepspeed_nmt")
+    low, good, lost = {RELIANCE: 0.01, NLL: 2.0}, {RELIANCE: 0.9, NLL: 2.0}, {RELIANCE: 0.9, NLL: 4.0}
+    for update, values in ((100, low), (200, low), (300, good), (400, low)):
+        judge(update, values)
+    assert not caplog.messages, "in grace, then never twice in a row"
+    judge(500, low)
+    assert "update 500: the decoder ignores its source" in caplog.messages[0]
+    assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
+    judge(600, low)
+    judge(700, lost)
+    assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
+    assert "(guessing costs 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
+
+
+def test_it_can_stop(tmp_path: Path) -> None:
+    judge = monitor(tmp_path, action="stop", patience=1, grace=7).judge
+    with pytest.raises(TrainingError, match="update 8: the decoder ignores its source"):
+        judge(8, {RELIANCE: 0.0, NLL: 1.0})
+
+
+def test_when_it_is_due(tmp_path: Path) -> None:
+    assert [update for update in range(1, 12) if monitor(tmp_path, every=5).due(update)] == [5, 10]
+    assert not monitor(tmp_path, every=0).due(500)
+
+
+def test_the_replica_asks_an_engine_once_for_an_update() -> None:
+    class Counting(Engine):
+        device = torch.device("cpu")
+        asked = 0
+
+        def parameters(self):  # type: ignore[no-untyped-def]
+            self.asked += 1
+            return iter(())
+
+        update = state = scalars = restore = None  # type: ignore[assignment]
+
+    engine = Counting()
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
+    replica = Replica(build_transformer(config, Vocabulary(9)), engine)
+    assert replica.at(3) is replica.at(3) and engine.asked == 1
+    replica.at(4)
+    assert engine.asked == 2

@@ -1,0 +1,115 @@
+"""Depth growing: equations, freezing, exits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
+from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig, build_depth_growing
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.nn.layers import Context, Draw
+from deepspeed_nmt.parallel.world import World
+
+V = Vocabulary(40)
+
+
+def growing(dropout: float = 0.0, **settings: object) -> DepthGrowing:
+    torch.manual_seed(1)
+    shape = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "norm": "post"}
+    config = DepthGrowingConfig.model_validate({**shape, "dropout": dropout, **settings})
+    return build_depth_growing(config, V)
+
+
+def batch(update: int = 1) -> Batch:
+    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
+    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
+    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
+    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("residual_norm", [True, False])
+def test_the_two_modules_are_joined_as_the_paper_says(norm: str, residual_norm: bool) -> None:
+    """h2 = enc2(r(x) + h1), s2 = dec2(r(y) + s1, attn over h2), s1 = dec1(y, attn over h1)."""
+    model, data = growing(norm=norm, residual_norm=residual_norm).double().eval(), batch()
+    if residual_norm:
+        torch.nn.init.normal_(model.source_norm.weight)
+        torch.nn.init.normal_(model.target_norm.bias)
+    mask = data.source_BS.ne(0)[:, None, None, :]
+    x, y = model.bottom.source_embedding(data.source_BS), model.bottom.target_embedding(data.target_input_BT)
+    h1 = model.bottom.encoder(x, Context(mask))[0]
+    h2 = model.top_encoder((model.source_norm(x) if residual_norm else x) + h1, Context(mask))[0]
+    s1 = model.bottom.decoder(y, Context(mask, h1))[0]
+    s2 = model.top_decoder((model.target_norm(y) if residual_norm else y) + s1, Context(mask, h2))[0]
+    torch.testing.assert_close(model(data), s2, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.at_exit("shallow")(data), s1, rtol=1e-12, atol=1e-12)
+    assert model.at_exit("deep") is model
+    with pytest.raises(ConfigError, match="the exit must be shallow or deep, but is '2-2'"):
+        model.at_exit("2-2")
+
+
+def test_cached_is_uncached() -> None:
+    model, data = growing().double().eval(), batch()
+    memory = model.encode(data.source_BS)
+    whole = model.projection(model.decode(data.target_input_BT, memory)[0])
+    cache = model.begin()
+    for position in range(4):
+        logits = model.step(data.target_input_BT[:, position], memory, cache)
+        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
+    assert len(cache.layers) == 4
+    swapped = memory.select(torch.tensor([1, 0]))
+    assert torch.equal(swapped.below_BSD, memory.below_BSD.flip(0))
+
+
+def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
+    model = growing(dropout=0.1)
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    moving = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[0] for name in frozen} == {"bottom"}
+    assert {name.split(".")[0] for name in moving} == {"top_encoder", "top_decoder", "source_norm", "target_norm"}
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, 0)))
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
+    engine = PlainEngine(module, optimizer, 1.0, "fp32", world)
+    for update in range(1, 4):
+        engine.update([batch(update)], 6, 0.01)
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
+    assert all(not torch.equal(now[name], weight) for name, weight in moving.items())
+    assert all(now[name].grad is None for name in frozen)
+    assert len(optimizer.state) == len(moving)
+    with_moments = {state.name for state in engine.state() if state.moments}
+    assert with_moments == set(moving)
+
+
+def test_nothing_of_the_bottom_is_kept_for_the_backward_pass() -> None:
+    model, data = growing().train(), batch()
+    memory = model.encode(data.source_BS)
+    assert memory.below_BSD is not None and not memory.below_BSD.requires_grad and memory.states_BSD.requires_grad
+
+
+@pytest.mark.parametrize("frozen_dropout", [True, False])
+def test_dropout_of_the_frozen_part_can_be_switched_off(frozen_dropout: bool) -> None:
+    model, data = growing(dropout=0.5, frozen_dropout=frozen_dropout).train(), batch()
+    first, second = (model.encode(data.source_BS).below_BSD for _ in range(2))
+    assert torch.equal(first, second) is not frozen_dropout
+    assert not model.eval().bottom.training
+
+
+def test_cad_inside_the_top_counts_the_tops_layers() -> None:
+    torch.manual_seed(1)
+    config = DepthGrowingConfig(
+        dim=16, ffn_dim=24, heads=2, encoder_layers=1, decoder_layers=2, top_decoder_layers=2, dropout=0.0
+    )
+    drop = CrossAttentionDropConfig(drop_depth=1, drop_ratio=1.0)
+    model = build_depth_growing(config, V, lambda number, parts: build_cross_attention_drop(drop, number, parts))
+    assert all(layer.cross_attention is not None for layer in model.bottom.decoder.layers)
+    assert [layer.cross_attention is None for layer in model.top_decoder.layers] == [True, False]
+    assert sorted(model.cross_attending()) == [1, 2, 4]
+    model.train().decode(batch().target_input_BT, model.encode(batch().source_BS), Draw(1, 1))
