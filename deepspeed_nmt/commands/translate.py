@@ -1,6 +1,7 @@
 """Translate a file, one sentence a line, with a trained run.
 
     deepspeed-nmt translate --run RUN --input test.en --output test.hyp
+    deepspeed-nmt translate --run RUN_A --run RUN_B --input test.en --output test.hyp       # an ensemble
 
 Memory stays bounded on files of any length. An empty line gives an empty line.
 """
@@ -24,7 +25,10 @@ HELP = "translate text with a trained run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
+    parser.add_argument(
+        "--run", type=Path, required=True, action="append", metavar="DIR",
+        help="made by `train`; given several times, the runs decode as an ensemble",
+    )  # fmt: skip
     parser.add_argument("--checkpoint", default="best", metavar="C", help="best, last, average, or a path [best]")
     parser.add_argument("--input", required=True, metavar="F", help="source text; - for standard input")
     parser.add_argument("--output", required=True, metavar="F", help="where translations go; - for standard output")
@@ -37,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="decode with the first N layers (or loops)")
     parser.add_argument("--decoder-layers", type=int, metavar="M", help="decode with the first M layers (or loops)")
     parser.add_argument("--exit", metavar="E", help="decode from an exit: shallow or deep (depth growing), or n-m")
+    parser.add_argument("--rerank", choices=("deep-shallow",), help="depth growing: both nets propose, both judge")
+    parser.add_argument("--alpha", type=float, metavar="A", help="weight of the proposing net in --rerank [0.5]")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
@@ -48,9 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.files import atomic_text_writer, check_text
     from deepspeed_nmt.runs import Run
     from deepspeed_nmt.search import SEARCHES, SearchConfig
+    from deepspeed_nmt.search.ensemble import Ensemble
     from deepspeed_nmt.search.translate import translate_lines
 
-    opened = Run.open(arguments.run)
+    runs = [Run.open(path) for path in arguments.run]
+    opened = runs[0]
+    if len({run.tokenizer.model for run in runs}) > 1:
+        raise ConfigError(
+            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
+        )
     source = None if arguments.input == "-" else Path(arguments.input)
     if source is not None:
         check_text(source)
@@ -58,14 +70,24 @@ def run(arguments: argparse.Namespace) -> int:
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
         raise ConfigError(f"--output must be a file that can be written, but {target}: {what}")
-    given = {"beam": arguments.beam, "length_penalty": arguments.length_penalty}
+    if arguments.alpha is not None and arguments.rerank is None:
+        raise ConfigError("--alpha is the weight of --rerank deep-shallow, which is not asked for; give both")
+    if arguments.rerank and any(run.config.model.model_dump()["name"] != "depth_growing" for run in runs):
+        raise ConfigError("--rerank deep-shallow needs the two nets of a run with model.name=depth_growing")
+    given = {
+        "name": "deep_shallow" if arguments.rerank else None,
+        "beam": arguments.beam,
+        "length_penalty": arguments.length_penalty,
+        "alpha": arguments.alpha,
+    }
     changes = {name: value for name, value in given.items() if value is not None}
     settings = {**opened.config.search.model_dump(), **changes}
     search = _checked(SEARCHES[settings["name"]].config, settings)
     assert isinstance(search, SearchConfig)
     use_cuda = arguments.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
-    model = opened.model(arguments.checkpoint)
+    models = [run.model(arguments.checkpoint) for run in runs]
+    model = models[0] if len(models) == 1 else Ensemble(models).eval()
     if arguments.encoder_layers is not None or arguments.decoder_layers is not None:
         if arguments.exit is not None:
             raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")

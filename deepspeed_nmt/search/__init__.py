@@ -8,9 +8,10 @@ from torch import Tensor
 
 from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis
+from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 
-SearchConfig = BeamConfig
-"""Settings of any search; a union once there are several."""
+SearchConfig = BeamConfig | DeepShallowConfig
+"""Settings of any search."""
 
 
 class Search(Protocol):
@@ -26,5 +27,6 @@ SEARCHES: Registry[Search] = Registry(
     "search",
     [
         Entry("beam", BeamConfig, BeamSearch),
+        Entry("deep_shallow", DeepShallowConfig, DeepShallow),
     ],
 )

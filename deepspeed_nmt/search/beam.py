@@ -38,14 +38,13 @@ _CACHE_ELEMENTS = 1 << 20
 """Logits whose sums are formed at once on a CPU: 4 MiB."""
 
 
-class BeamConfig(Config):
-    """Settings of beam search.
+class BeamSettings(Config):
+    """Settings of searches that follow a beam.
 
     A translation has at most ``int(max_length_ratio * source tokens) + max_length_extra`` tokens, EOS counted on both
     sides, and at least the EOS.
     """
 
-    name: Literal["beam"] = "beam"
     beam: int = Field(default=5, ge=1, description="K, hypotheses followed at once; 1 is greedy decoding")
     length_penalty: str = Field(default="gnmt:0.6", description="gnmt:A, power:A, mean, or none")
     max_length_ratio: float = Field(default=1.5, ge=0.0, le=100.0, description="target tokens for each source token")
@@ -56,6 +55,12 @@ class BeamConfig(Config):
     def _known(cls, value: str) -> str:
         LengthPenalty.parse(value)
         return value
+
+
+class BeamConfig(BeamSettings):
+    """Beam search with one model."""
+
+    name: Literal["beam"] = "beam"
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class BeamSearch:
         config: the settings.
     """
 
-    def __init__(self, model: TranslationModel, bos: int, eos: int, pad: int, config: BeamConfig) -> None:
+    def __init__(self, model: TranslationModel, bos: int, eos: int, pad: int, config: BeamSettings) -> None:
         self.model = model
         self.bos = bos
         self.eos = eos

@@ -1,8 +1,9 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
-Arguments: corpus directory, output file, methods (vanilla or deep_decoder), then engines as NAME[:PRECISION] (plain,
+Arguments: corpus directory, output file, methods (a key of METHODS), then engines as NAME[:PRECISION] (plain,
 zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes, always
-and never, DDR in every and ALD in every other update.
+and never, DDR in every and ALD in every other update. exits is the closed chain with N x M softmaxing over its loops,
+growing a model on top of a frozen one.
 The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
 run that was stopped half-way and restored.
 """
@@ -30,7 +31,10 @@ from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.methods.ald import ALD, ALDConfig
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
+from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
+from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
@@ -79,7 +83,23 @@ def deep_decoder(dropout: float) -> tuple[TranslationModel, Objective]:
     return build_transformer(config, VOCABULARY, make_layer), Objective(LabelSmoothed(0.1, PAD), terms)
 
 
-METHODS = {"vanilla": vanilla, "deep_decoder": deep_decoder}
+def exits(dropout: float) -> tuple[TranslationModel, Objective]:
+    config = RecurrentConfig(
+        dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=dropout, sharing="closed_chain",
+        encoder_loops=3, decoder_loops=2,
+    )  # fmt: skip
+    return build_recurrent(config, VOCABULARY), Objective(MultiSoftmax(MultiSoftmaxConfig(exits="2x2"), PAD))
+
+
+def growing(dropout: float) -> tuple[TranslationModel, Objective]:
+    config = DepthGrowingConfig(
+        dim=32, ffn_dim=64, heads=4, encoder_layers=1, decoder_layers=1, dropout=dropout, norm="post",
+        top_encoder_layers=1, top_decoder_layers=1,
+    )  # fmt: skip
+    return build_depth_growing(config, VOCABULARY), Objective(LabelSmoothed(0.1, PAD))
+
+
+METHODS = {"vanilla": vanilla, "deep_decoder": deep_decoder, "exits": exits, "growing": growing}
 
 
 def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
@@ -89,7 +109,8 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
         module.model.load_state_dict(weights, strict=False)
     # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
     # a whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-6)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trainable, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
     name, _, precision = engine.partition(":")
     if name == "plain":
         settings = EngineConfig(name="plain", precision=precision or "fp32", device="cpu")

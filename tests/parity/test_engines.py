@@ -15,7 +15,7 @@ TWO_RANKS = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
 
 
-@pytest.fixture(scope="module", params=["vanilla", "deep_decoder"])
+@pytest.fixture(scope="module", params=["vanilla", "deep_decoder", "exits", "growing"])
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[int, str], dict[str, Any]]:

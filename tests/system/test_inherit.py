@@ -60,20 +60,19 @@ def test_a_grown_run_keeps_its_bottom(
     assert origin["frozen"] and origin["update"] == 4
     shallow, deep = (translated(data, run, tmp_path, "--exit", name) for name in ("shallow", "deep"))
     assert shallow == translated(data, bottom, tmp_path) != deep
+    assert translated(data, run, tmp_path, "--rerank", "deep-shallow", "--alpha", "0.4").count("\n") == deep.count(
+        "\n"
+    )
+    twice = translated(data, run, tmp_path, "--run", str(run))
+    assert twice == deep, "an ensemble of a run and itself"
 
 
 def test_direct_stacking_takes_the_layers_there_are(
     data: Path, bottom: Path, tmp_path: Path, small: list[str]
 ) -> None:
     run = tmp_path / "stacked"
-    more = [
-        "model.decoder_layers=3",
-        "--init-from",
-        str(bottom),
-        "optimizer.lr=1e-20",
-        "schedule.initial_lr=0",
-        "training.max_updates=1",
-    ]
+    still = ["optimizer.lr=1e-20", "schedule.initial_lr=0", "training.max_updates=1"]
+    more = ["model.decoder_layers=3", "--init-from", str(bottom), *still]
     assert main(words(data, run, *small, *more)) == 0
     below, stacked = Checkpoint(bottom / "checkpoints" / "update-0000004").weights(), newest(run)
     assert all(torch.allclose(stacked[name], weight) for name, weight in below.items())

@@ -1,0 +1,78 @@
+"""Several models that decode as one: their probabilities are averaged at each step.
+
+Legend: B sentences, S source length, V vocabulary, R rows = B x beam, T target length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.layers import Draw
+
+
+@dataclass(frozen=True)
+class _Memories(Memory):
+    parts: tuple[Memory, ...] = ()
+
+    def select(self, sentences_B: Tensor) -> _Memories:
+        parts = tuple(part.select(sentences_B) for part in self.parts)
+        return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
+
+
+class _Caches(DecoderCache):
+    def __init__(self, parts: Sequence[DecoderCache]) -> None:
+        super().__init__(0)
+        self.parts = parts
+
+    def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
+        for part in self.parts:
+            part.select(rows_R, sentences_B)
+
+
+class Ensemble(TranslationModel):
+    """Decodes with p(y) = mean of the models' p_i(y). For decoding only.
+
+    Args:
+        models: with one vocabulary.
+    """
+
+    def __init__(self, models: Sequence[TranslationModel]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self._each = list(models)
+        self.vocab_size, self.pad = models[0].vocab_size, models[0].pad
+        assert all(model.vocab_size == self.vocab_size for model in models)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        return self._each[0].stages
+
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        parts = tuple(model.encode(source_BS, padded) for model in self._each)
+        return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
+
+    def decode(
+        self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None, exits: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        raise NotImplementedError("an ensemble has no states of its own; it only decodes")
+
+    def begin(self) -> DecoderCache:
+        return _Caches([model.begin() for model in self._each])
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        assert isinstance(memory, _Memories) and isinstance(cache, _Caches)
+        log_p = [
+            torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
+            for model, part, kept in zip(self._each, memory.parts, cache.parts, strict=True)
+        ]
+        return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
+
+    def at_exit(self, name: str) -> TranslationModel:
+        return Ensemble([model.at_exit(name) for model in self._each])
