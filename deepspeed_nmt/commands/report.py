@@ -1,4 +1,4 @@
-"""Compare runs in a picture and a table.
+"""Compare runs, or the depths of one, in a picture and a table.
 
     deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
 
@@ -12,10 +12,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands import report_depths
+
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.curves import RunCurves
 
-HELP = "compare runs: `report collapse RUN [RUN ...]`"
+HELP = "compare runs, or a run's depths: `report collapse`, `report depths`"
 
 RELIANCE, LOSS, PERPLEXITY, BLEU = "collapse/source_reliance", "valid/loss", "valid/ppl", "valid/bleu"
 
@@ -34,10 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="picture, .png, .svg or .pdf [collapse.png]",
     )
     collapse.add_argument("--json", action="store_true", help="one JSON object for each run, one a line")
+    depths = kinds.add_parser("depths", help="BLEU and time at every depth", description=report_depths.__doc__,
+                              formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    report_depths.add_arguments(depths)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Report."""
+    return report_depths.run(arguments) if arguments.kind == "depths" else _collapse(arguments)
+
+
+def _collapse(arguments: argparse.Namespace) -> int:
     import json
 
     from deepspeed_nmt.console import logger, output

@@ -182,6 +182,11 @@ def paired_bootstrap(
     return comparisons
 
 
+def sentence_bleu(hypothesis: str, reference: str) -> float:
+    """sacreBLEU of one sentence, smoothed exponentially: for comparing translations of that sentence."""
+    return float(BLEU(effective_order=True).sentence_score(hypothesis, [reference]).score)
+
+
 def join_segments(line: str) -> str:
     """Undo subword-nmt's segmentation: ``er sch@@ läft`` becomes ``er schläft``."""
     return _SEGMENT_MARK.sub("", line)

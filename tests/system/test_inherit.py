@@ -119,6 +119,21 @@ def test_a_model_of_many_exits_translates_at_each(
     assert translated(data, run, tmp_path, "--decoder-layers", "1") == translated(
         data, run, tmp_path, "--exit", "2-1"
     )
+    text = data.parent / "text"
+    picture = tmp_path / "depths.svg"
+    report = ["report", "depths", "--run", str(run), "--checkpoint", "last", "--input", str(text / "test.en")]
+    report += ["--reference", str(text / "test.de"), "--out", str(picture)]
+    capsys.readouterr()
+    assert main([*report, "--json", "--oracle"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
+    assert found["oracle"]["bleu"] >= max(d["bleu"] for d in found["depths"]) - 1e-9
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert main([*report, "--max-loss", "100"]) == 0
+    assert "Pareto front: " in capsys.readouterr().out
+    assert main([*report[:-4], "--reference", str(text / "valid.de")]) == 2
+    assert "must have equally many lines" in capsys.readouterr().err
     source = str(data.parent / "text" / "test.en")
     command = ["translate", "--run", str(run), "--checkpoint", "last", "--input", source, "--output", "-"]
     assert main([*command, "--encoder-layers", "3"]) == 2

@@ -1,0 +1,95 @@
+"""What a model of many exits is worth at each depth, which depth is enough, and which sentence needs which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_nmt.errors import DataError
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How one exit did.
+
+    Attributes:
+        encoder, decoder: n and m, stages of each side.
+        bleu: of the whole file.
+        seconds: to translate it.
+    """
+
+    encoder: int
+    decoder: int
+    bleu: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """n-m."""
+        return f"{self.encoder}-{self.decoder}"
+
+
+def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
+    """The depths that no other beats in both BLEU and time, fastest first."""
+    front: list[Depth] = []
+    for depth in sorted(depths, key=lambda each: (each.seconds, -each.bleu)):
+        if not front or depth.bleu > front[-1].bleu:
+            front.append(depth)
+    return front
+
+
+def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
+    """The fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
+    enough = [depth for depth in depths if depth.bleu >= depths[-1].bleu - max_loss]
+    return min(enough, key=lambda each: each.seconds)
+
+
+def oracle(sentence_scores: Sequence[Sequence[float]]) -> list[int]:
+    """For each sentence the number of the depth that translates it best; of equals the first.
+
+    Shape: depths x sentences
+    """
+    columns = zip(*sentence_scores, strict=True)
+    return [max(range(len(column)), key=column.__getitem__) for column in columns]
+
+
+def draw_depths(depths: Sequence[Depth], out: Path) -> None:
+    """A heat map of BLEU over n and m, and BLEU against time with the Pareto front.
+
+    Raises:
+        DataError: if the suffix of ``out`` is none of a picture.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows, columns = depths[-1].encoder, depths[-1].decoder
+    figure, (heat, plane) = pyplot.subplots(1, 2, figsize=(11.0, 4.5))
+    grid = [[depths[n * columns + m].bleu for m in range(columns)] for n in range(rows)]
+    image = heat.imshow(grid, origin="lower", extent=(0.5, columns + 0.5, 0.5, rows + 0.5), aspect="auto")
+    for depth in depths:
+        heat.text(depth.decoder, depth.encoder, f"{depth.bleu:.1f}", ha="center", va="center", color="white")
+    heat.set_xticks(range(1, columns + 1))
+    heat.set_yticks(range(1, rows + 1))
+    heat.set_xlabel("decoder stages m")
+    heat.set_ylabel("encoder stages n")
+    heat.set_title("BLEU")
+    figure.colorbar(image, ax=heat)
+    plane.scatter([each.seconds for each in depths], [each.bleu for each in depths], s=14)
+    front = pareto_front(depths)
+    plane.plot([each.seconds for each in front], [each.bleu for each in front], color="tab:red", label="Pareto front")
+    for each in front:
+        plane.annotate(each.name, (each.seconds, each.bleu), fontsize="small")
+    plane.set_xlabel("seconds")
+    plane.set_ylabel("BLEU")
+    plane.legend()
+    plane.grid(alpha=0.3)
+    figure.tight_layout()
+    try:
+        figure.savefig(out, dpi=120)
+    except ValueError as error:
+        raise DataError(f"--out must end in .png, .svg or .pdf, but is {out}") from error
+    finally:
+        pyplot.close(figure)
