@@ -7,6 +7,10 @@ Multi30k, English to German, and a vocabulary of 2,000. Each arm trains in a run
 CPU with one thread, and goes on where it stopped when the script is started again. Then the last checkpoints are
 averaged, the test set is translated and scored, and OUT/summary.json and a table say what came of it.
 `deepspeed-nmt report collapse OUT/*-seed?` draws the curves.
+
+Settings at the end go to all arms. The setting in which 15 layers collapsed and 6 did not:
+
+    ... model.norm=post optimizer.lr=5e-3 schedule.warmup_updates=200 optimizer.clip_norm=0
 """
 
 from __future__ import annotations
@@ -26,8 +30,7 @@ COMMON = [
     *("model.dim=64", "model.ffn_dim=128", "model.encoder_layers=4", "engine.name=plain", "engine.device=cpu"),
     *("training.keep_last=4", "training.validate_every=250", "training.log_every=50", "collapse.every=100"),
     *("collapse.grace=600", "validation.max_sentences=200", "search.beam=4", "model.dropout=0.1"),
-    # Post-norm and hot, where 6 decoder layers train well. With pre-norm, 15 and 27 layers did, too.
-    *("model.norm=post", "optimizer.lr=5e-3", "schedule.warmup_updates=200", "optimizer.clip_norm=0"),
+    "optimizer.lr=3e-3",
 ]
 DEEP = ["model.decoder_layers=15"]
 CAD = ["layer.name=cross_attention_drop", "layer.drop_depth=6", "layer.drop_ratio=1.0"]
