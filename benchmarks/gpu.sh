@@ -24,6 +24,7 @@ text="$out/text" data="$out/data"
 
 echo "== what the terms of an objective cost"
 "$python" benchmarks/objectives.py --dim 512 --layers 15 --tokens 4096 --rounds 3
+"$python" benchmarks/exits.py --dim 512 --layers 6 --tokens 4096 --rounds 3
 
 train() { # train NAME SETTING...
     local name=$1
