@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepspeed_nmt.core.model import exit_name
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
+from deepspeed_nmt.methods.recurrent import RecurrentConfig
 from deepspeed_nmt.methods.transformer import TransformerShape
 from deepspeed_nmt.registry import Config
 
@@ -27,6 +30,9 @@ def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -
                 f"layer.drop_ratio, layer.drop_depth and layer.beyond leave none of the {depth} layers of "
                 f"{setting} any cross-attention; lower layer.drop_depth or layer.beyond"
             )
+    many = objective.get("multi_softmax")
+    if isinstance(many, MultiSoftmaxConfig) and isinstance(model, TransformerShape):
+        problems += _problems_of_exits(many, model, layer)
     if isinstance(model, DepthGrowingConfig) and "multi_softmax" in objective:
         problems.append(
             "objective.multi_softmax trains many exits, but model.name=depth_growing trains only the one on top; "
@@ -36,6 +42,33 @@ def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -
         problems.append(
             "objective.ddr and objective.r_drop both run every pair twice, with one encoding and with two; "
             "set one of them to null"
+        )
+    return problems
+
+
+def _problems_of_exits(many: MultiSoftmaxConfig, model: TransformerShape, layer: Config) -> list[str]:
+    problems = []
+    sides = {"encoder_layers": model.encoder_layers, "decoder_layers": model.decoder_layers}
+    if isinstance(model, RecurrentConfig):
+        sides = {"encoder_loops": model.encoder_loops, "decoder_loops": model.decoder_loops}
+    for count, (setting, stages) in zip(many.drawn or (1, 1), sides.items(), strict=True):
+        if count > stages:
+            problems.append(
+                f"objective.multi_softmax.exits must draw at most model.{setting} exits of that side, but draws "
+                f"{count} of {stages}; lower it"
+            )
+    encoder, decoder = sides.values()
+    known = {exit_name(n, m) for n in range(1, encoder + 1) for m in range(1, decoder + 1)}
+    if unknown := sorted(set(many.weights) - known):
+        problems.append(
+            f"objective.multi_softmax.weights must name exits n-m up to {exit_name(encoder, decoder)}, but names "
+            f"{', '.join(unknown)}"
+        )
+    drops = isinstance(layer, CrossAttentionDropConfig) and layer.rate(1) == 1.0
+    if drops and "decoder_layers" in sides:
+        problems.append(
+            "objective.multi_softmax translates from the decoder's first layer on, but layer.drop_ratio=1 with "
+            "layer.drop_depth leaves that layer no cross-attention; use a layer.drop_ratio below 1"
         )
     return problems
 

@@ -108,6 +108,20 @@ def test_combinations_without_a_meaning_are_refused_naming_both_settings() -> No
     assert "leave none of the 6 layers of model.decoder_layers any cross-attention" in sentence
 
 
+def test_exits_that_do_not_exist_are_refused() -> None:
+    many = ["objective.label_smoothed=null", "objective.multi_softmax.exits=7x2"]
+    (sentence,) = problems(*many)
+    assert "must draw at most model.encoder_layers exits of that side, but draws 7 of 6" in sentence
+    (sentence,) = problems(*many, "model.name=recurrent", "model.encoder_layers=9")
+    assert "at most model.encoder_loops exits of that side, but draws 7 of 5" in sentence
+    (sentence,) = problems(many[0], "objective.multi_softmax.weights={7-1: 2.0, 6-6: 1.0}")
+    assert "must name exits n-m up to 6-6, but names 7-1" in sentence
+    (sentence,) = problems(many[0], "objective.multi_softmax.exits=all", "layer.name=cross_attention_drop",
+                           "layer.drop_depth=2")  # fmt: skip
+    assert "objective.multi_softmax" in sentence and "layer.drop_ratio=1" in sentence
+    assert "must be all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
+
+
 def test_keys_of_any_type_are_refused_in_words(tmp_path: Path) -> None:
     file = tmp_path / "odd.yaml"
     file.write_text("3: {a: 1}\n")
