@@ -25,6 +25,8 @@ ENGINES = {
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 FP32 = [each for each in ALL if ":" not in each[2]]
 
+pytestmark = pytest.mark.timeout(900)  # the first test of a method waits for all its engines
+
 Reports = Callable[[str, int], dict[str, Any]]
 
 
