@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(depths: list[Depth], chosen: dict[str, int], result: dict[str, object]) -> str:
-    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'best for' if chosen else ''}".rstrip()]
+    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'  best for' if chosen else ''}".rstrip()]
     for depth in depths:
         best = f"{chosen[depth.name]:>10,}" if chosen else ""
         lines.append(f"{depth.name:>7}{depth.bleu:>9.2f}{depth.seconds:>10.1f}{best}")

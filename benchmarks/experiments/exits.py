@@ -1,0 +1,73 @@
+"""Small real runs of three papers: depth growing, recurrent stacks, N x M softmaxing, against ordinary models.
+
+    python benchmarks/experiments/exits.py --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
+
+DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
+Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, with one thread each. A grown
+model starts from `layers3` and trains as long again, so its peers are the arms of twice the updates (`..._long`).
+Last, the N x M model's report of depths is drawn to OUT/depths.png.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from arms import Arm, Experiment, parser_for, sh
+
+
+def layers(encoder: int, decoder: int) -> list[str]:
+    """Settings for a number of layers on each side."""
+    return [f"model.encoder_layers={encoder}", f"model.decoder_layers={decoder}"]
+
+
+def depth(encoder: int, decoder: int) -> list[str]:
+    """Options to translate with the first layers only."""
+    return ["--encoder-layers", str(encoder), "--decoder-layers", str(decoder)]
+
+
+TOP = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
+LOOPS = ["model.name=recurrent", "model.encoder_loops=2", "model.decoder_loops=2"]
+EXITS = ["objective.label_smoothed=null", "objective.multi_softmax.exits=all"]
+PAIRS = [(4, 4), (4, 2), (2, 2)]
+
+ARMS = {
+    "layers4": Arm(layers(4, 4)),
+    "layers4-2": Arm(layers(4, 2)),
+    "layers2": Arm(layers(2, 2)),
+    "layers8": Arm(layers(8, 8)),
+    "recurrent4x2": Arm([*layers(4, 4), *LOOPS]),
+    "layers3": Arm(layers(3, 3)),
+    "grown3+1": Arm(
+        [*layers(3, 3), *TOP],
+        grow_from="layers3",
+        translations={"": [], "shallow": ["--exit", "shallow"], "rerank": ["--rerank", "deep-shallow"]},
+    ),
+    "layers3_long": Arm(layers(3, 3), times=2),
+    "layers4_long": Arm(layers(4, 4), times=2),
+    "multi4x4": Arm(
+        [*layers(4, 4), *EXITS],
+        translations={f"{encoder}-{decoder}": depth(encoder, decoder) for encoder, decoder in PAIRS},
+    ),
+}
+# The longest first; an arm that grows comes after the one it grows from.
+JOBS = [
+    *("layers4:1", "multi4x4:1", "layers3:1", "grown3+1:1", "layers4_long:1", "layers8:1", "recurrent4x2:1"),
+    *("layers3_long:1", "layers4-2:1", "layers2:1"),
+]
+
+
+def main() -> None:
+    """Run the arms, then draw the report of depths."""
+    arguments = parser_for(__doc__, ARMS, JOBS).parse_args()
+    experiment = Experiment(ARMS, arguments)
+    experiment.run(arguments.jobs)
+    for job in arguments.jobs:
+        if job.startswith("multi4x4:"):
+            run = experiment.run_of(*job.split(":"))
+            files = ["--input", str(arguments.data / "test.source"), "--out", str(arguments.out / "depths.png")]
+            files += ["--reference", str(arguments.data / "test.target")]
+            sys.stdout.write(sh("report", "depths", "--run", str(run), "--checkpoint", "average", *files, "--oracle"))
+
+
+if __name__ == "__main__":
+    main()
