@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             corpus = data.corpus("train")
             loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, vocabulary)
             model = build_model(config, vocabulary)
+            model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
             copy = build_model(config, vocabulary)
             origin = arguments.init_from or arguments.grow_from
             if checkpoint is not None:

@@ -15,6 +15,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import DecoderLayer, Draw
+from deepspeed_nmt.nn.stack import LayerStack
 
 TOP = "top"
 """Name of the exit at the top of encoder and decoder, which every model has."""
@@ -69,6 +70,11 @@ class TranslationModel(nn.Module, ABC):
     def stages(self) -> tuple[int, int]:
         """How many exits the encoder and the decoder have: after each layer, or each loop over shared layers."""
 
+    @property
+    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
+        """The stacks that are trained, of the encoder's side and of the decoder's; none in what is never trained."""
+        return [], []
+
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
         """Encode sources. Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
@@ -112,6 +118,12 @@ class TranslationModel(nn.Module, ABC):
         The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
         equally many for every sentence. Shape: (R,) -> (R,V)
         """
+
+    def recompute(self, encoder_every: int, decoder_every: int) -> None:
+        """Have every so manieth layer application recomputed in the backward pass; see :class:`LayerStack`."""
+        for stacks, every in zip(self.stacks, (encoder_every, decoder_every), strict=True):
+            for stack in stacks:
+                stack.recompute_every = every
 
     def cross_attending(self) -> dict[int, tuple[nn.Module, nn.Module, nn.Module]]:
         """For each decoder layer that has cross-attention, by its number from 1: the modules whose outputs are its

@@ -44,6 +44,13 @@ class EngineConfig(Config):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     deterministic: bool = Field(default=False, description="bitwise repeatable on a GPU too, at some cost in speed")
+    recompute_encoder: int = Field(
+        default=0,
+        ge=0,
+        description="every so manieth encoder layer is run again in the backward pass instead of being kept in memory: "
+        "1 all, 2 every other, 0 none",
+    )
+    recompute_decoder: int = Field(default=0, ge=0, description="the same for decoder layers")
     timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
 
 

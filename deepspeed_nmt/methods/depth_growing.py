@@ -77,6 +77,10 @@ class DepthGrowing(TranslationModel):
     def stages(self) -> tuple[int, int]:
         return 1, 1
 
+    @property
+    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
+        return [self.top_encoder], [self.top_decoder]
+
     def train(self, mode: bool = True) -> DepthGrowing:
         """Also decides whether the frozen part has dropout."""
         super().train(mode)

@@ -107,6 +107,10 @@ class Transformer(TranslationModel):
     def stages(self) -> tuple[int, int]:
         return self.encoder.stages, self.decoder.stages
 
+    @property
+    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
+        return [self.encoder], [self.decoder]
+
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
         mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
         states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)

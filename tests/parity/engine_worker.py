@@ -1,7 +1,7 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
-Arguments: corpus directory, output file, methods (a key of METHODS), then engines as NAME[:PRECISION] (plain,
-zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes, always
+Arguments: corpus directory, output file, methods (a key of METHODS), then engines as NAME[:PRECISION][+recompute]
+(plain, zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes, always
 and never, DDR in every and ALD in every other update. exits is the closed chain with N x M softmaxing over its loops,
 growing a model on top of a frozen one.
 The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
@@ -105,6 +105,9 @@ METHODS = {"vanilla": vanilla, "deep_decoder": deep_decoder, "exits": exits, "gr
 def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
     torch.manual_seed(7)
     module = TrainModule(*METHODS[sys.argv[3]](dropout))
+    engine, _, recompute = engine.partition("+")
+    if recompute:
+        module.model.recompute(1, 1)
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
     # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into

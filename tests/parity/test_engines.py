@@ -14,13 +14,14 @@ from tests.support import ROOT, random_corpus, run_ranks
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
+RECOMPUTED = [f"{name}+recompute" for name in ("zero0", "zero2", "zero3", "zero3:bf16")]
 
 # Methods, and the engines each is run under on one rank and on two. One plain process is what all are compared with.
 ENGINES = {
     "vanilla": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT]},
-    "deep_decoder": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT]},
-    "exits": {1: ["plain"], 2: ["zero1", "zero3", "zero2:fp16"]},
-    "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16"]},
+    "deep_decoder": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, *RECOMPUTED]},
+    "exits": {1: ["plain"], 2: ["zero1", "zero3", "zero2:fp16", "zero3+recompute"]},
+    "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16", "zero2+recompute"]},
 }
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 FP32 = [each for each in ALL if ":" not in each[2]]
