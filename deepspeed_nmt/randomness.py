@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     MASKED_TOKENS = 6
     COLLAPSE_SLICE = 7
     EXITS = 8
+    TENSOR_RANK = 9
 
 
 def _mix(value: int) -> int:

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "search": {"kernels", "nn", "core"},
     "methods": {"kernels", "nn", "core", "search"},
     "data": {"core"},
-    "parallel": set(),
+    "parallel": {"kernels", "nn"},
     "engine": {"core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),

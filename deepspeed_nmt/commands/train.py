@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.files import atomic_write_text
     from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
     from deepspeed_nmt.parallel.collectives import barrier
+    from deepspeed_nmt.parallel.tensor import parallelize
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import (
         CHECKPOINTS,
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.recipe, base, arguments.settings)
     data = DataDirectory.open(arguments.data)
 
-    world = join_world(config.engine.device, config.engine.timeout_s)
+    world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)
     setup_logging(world.rank)
     if config.engine.deterministic:
         os.environ.setdefault(
@@ -98,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
             checkpoint = store.newest()
             progress = checkpoint.progress if checkpoint is not None else Progress()
             corpus = data.corpus("train")
-            loader = TrainLoader(corpus, config.batch, config.training.seed, world.rank, world.ranks, vocabulary)
+            loader = TrainLoader(
+                corpus, config.batch, config.training.seed, world.data_rank, world.data_ranks, vocabulary
+            )
             model = build_model(config, vocabulary)
             model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
             copy = build_model(config, vocabulary)
@@ -114,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError(
                     "this model has frozen parts that were trained before; give their run by --grow-from RUN"
                 )
+            parallelize(model, world)
             objective = build_objective(config, vocabulary)
             module = TrainModule(model, objective)
             optimizer = build_optimizer(config.optimizer, module.to(world.device))

@@ -43,5 +43,5 @@ def build_engine(
         ) from error
     content = load_ds_config(config.ds_config)
     precision = choose_precision(wanted_precision(content, config.precision), world.device)
-    completed = complete_ds_config(content, ranks=world.ranks, clip_norm=clip_norm, precision=precision)
+    completed = complete_ds_config(content, ranks=world.data_ranks, clip_norm=clip_norm, precision=precision)
     return DeepSpeedEngine(module, optimizer, completed, world, dummy)

@@ -44,11 +44,13 @@ class EngineConfig(Config):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     deterministic: bool = Field(default=False, description="bitwise repeatable on a GPU too, at some cost in speed")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="neighbouring ranks that share a model, each with a slice of its matrices"
+    )
     recompute_encoder: int = Field(
         default=0,
         ge=0,
-        description="every so manieth encoder layer is run again in the backward pass instead of being kept in memory: "
-        "1 all, 2 every other, 0 none",
+        description="every so manieth encoder layer is run again in the backward pass, to save memory: 1 all, 0 none",
     )
     recompute_decoder: int = Field(default=0, ge=0, description="the same for decoder layers")
     timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
@@ -144,7 +146,10 @@ class Engine(ABC):
 
 
 def seed_dropout(batch: Batch, rank: int) -> None:
-    """Make this micro-batch's dropout masks a function of (seed, update, micro-batch, rank), resumed or not."""
+    """Make this micro-batch's dropout masks a function of (seed, update, micro-batch, rank), resumed or not.
+
+    Ranks that share a model work on the same micro-batch, and pass the same ``rank``.
+    """
     torch.manual_seed(randomness.key(batch.seed, randomness.Purpose.DROPOUT, batch.update, batch.micro, rank) >> 1)
 
 

@@ -33,6 +33,7 @@ from deepspeed_nmt.engine.base import (
     seed_dropout,
 )
 from deepspeed_nmt.engine.ds_config import zero_stage
+from deepspeed_nmt.parallel.tensor import ModelParallelUnit, gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
@@ -70,7 +71,11 @@ class DeepSpeedEngine(Engine):
         self._stage = zero_stage(ds_config)
         self._clip_norm = float(ds_config["gradient_clipping"])
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=ds_config, dist_init_required=False
+            model=module,
+            optimizer=optimizer,
+            config=ds_config,
+            dist_init_required=False,
+            mpu=ModelParallelUnit(world) if world.tensor_ranks > 1 else None,
         )
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
@@ -78,7 +83,7 @@ class DeepSpeedEngine(Engine):
 
     def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        result = self._run(micro_batches, self._world.ranks / target_tokens, lr)
+        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr)
         self._stepped = self._stepped or not result.skipped
         return result
 
@@ -92,14 +97,15 @@ class DeepSpeedEngine(Engine):
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
-            seed_dropout(batch, self._world.rank)
+            seed_dropout(batch, self._world.data_rank)
             output = self._engine(batch.to(self.device))
             self._engine.backward(output.loss * factor)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
             if last and self._stage == 0:
                 # Stage 0 neither reports the norm nor looks for NaN.
-                gradients = [p.grad for p in self._named.values() if p.grad is not None]
-                norm = float(torch.nn.utils.get_total_norm(gradients))
+                touched = [p for p in self._named.values() if p.grad is not None]
+                gradients = [p.grad for p in touched if p.grad is not None]
+                norm = float(total_norm(touched, gradients, self._world))
                 skipped = not math.isfinite(norm)
                 if skipped:
                     self._engine.zero_grad()
@@ -125,7 +131,7 @@ class DeepSpeedEngine(Engine):
                         moment = self._zero.state[parameter][which]
                     else:
                         moment = safe_get_full_optimizer_state(parameter, which)
-                    moments[which] = moment.detach().float().cpu().view(self._shape(parameter))
+                    moments[which] = self._whole(moment.detach().view(self._shape(parameter)), parameter)
             yield ParameterState(name, self._weight(parameter), moments)
 
     def scalars(self) -> EngineScalars:
@@ -144,9 +150,9 @@ class DeepSpeedEngine(Engine):
                 continue
             if self._stage > 0:
                 # The optimizer's fp32 copy was made from the weights after they had been narrowed to 16 bit.
-                safe_set_full_fp32_param(parameter, saved.weight(name).to(self.device))
+                safe_set_full_fp32_param(parameter, scatter(saved.weight(name), parameter).to(self.device))
             for which in MOMENTS:
-                moment = saved.moment(name, which)
+                moment = scatter(saved.moment(name, which), parameter).contiguous()
                 if self._stage == 0:
                     self._zero.state[parameter][which].copy_(moment)
                 else:
@@ -188,6 +194,9 @@ class DeepSpeedEngine(Engine):
         if whole is None:
             if hasattr(parameter, "ds_id"):  # frozen under ZeRO-3: partitioned, but without an optimizer's copy
                 with deepspeed.zero.GatheredParameters([parameter]):
-                    return parameter.detach().float().cpu().clone()
+                    return self._whole(parameter.detach(), parameter).clone()
             whole = parameter
-        return whole.detach().float().cpu().view(self._shape(parameter)).clone()
+        return self._whole(whole.detach().view(self._shape(parameter)), parameter).clone()
+
+    def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        return gather(tensor, parameter, self._world).float().cpu()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
@@ -24,6 +24,7 @@ from deepspeed_nmt.engine.base import (
     seed_dropout,
 )
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
+from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,14 +63,14 @@ class PlainEngine(Engine):
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
         for batch in micro_batches:
-            seed_dropout(batch, self._world.rank)
+            seed_dropout(batch, self._world.data_rank)
             with self._autocast():
                 output = self.module(batch.to(self.device))
             (output.loss * (scale / target_tokens)).backward()
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
         skipped = not math.isfinite(norm)
         if not skipped:
             factor = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0.0 else 1.0
@@ -84,13 +85,13 @@ class PlainEngine(Engine):
 
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.model.named_parameters():
-            yield ParameterState(name, parameter.detach().float().cpu())
+            yield ParameterState(name, self._whole(parameter.detach(), parameter))
 
     def state(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.model.named_parameters():
             state = self._optimizer.state.get(parameter, {})
-            moments = {which: state[which].detach().float().cpu() for which in MOMENTS if which in state}
-            yield ParameterState(name, parameter.detach().float().cpu(), moments)
+            moments = {which: self._whole(state[which], parameter) for which in MOMENTS if which in state}
+            yield ParameterState(name, self._whole(parameter.detach(), parameter), moments)
 
     def scalars(self) -> EngineScalars:
         steps = [int(state["step"]) for state in self._optimizer.state.values()]
@@ -106,10 +107,13 @@ class PlainEngine(Engine):
         for name, parameter in self._named.items():
             state = self._optimizer.state[parameter]
             for which in MOMENTS:
-                state[which].copy_(saved.moment(name, which))
+                state[which].copy_(scatter(saved.moment(name, which), parameter))
             state["step"].fill_(scalars.optimizer_step)
         if self._precision == "fp16":
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
+
+    def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        return gather(tensor, parameter, self._world).float().cpu()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._precision == "fp32":

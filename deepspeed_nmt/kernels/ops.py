@@ -6,7 +6,7 @@ Legend: N rows (sentence positions), D model width, V vocabulary, B batch, H hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,24 @@ class _Touch(torch.autograd.Function):
         return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
 
 
+class VocabularySlice(Protocol):
+    """Which rows of the output matrix a rank holds, and how ranks that hold the others are asked.
+
+    Attributes:
+        start: number of the first token held.
+        size: V, of the whole vocabulary.
+    """
+
+    start: int
+    size: int
+
+    def sum(self, x: Tensor) -> None:
+        """Add ``x`` up over those ranks, in place."""
+
+    def max(self, x: Tensor) -> None:
+        """The greatest over those ranks, in place."""
+
+
 def projected_cross_entropy(
     states: Sequence[Tensor],
     weight_VD: Tensor,
@@ -102,6 +120,7 @@ def projected_cross_entropy(
     ignore_index: int,
     divergence_weight: float = 0.0,
     row_weights_N: Tensor | None = None,
+    vocabulary: VocabularySlice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows; all logits are never held.
 
@@ -110,6 +129,9 @@ def projected_cross_entropy(
     and ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one, it is 0.
     ``row_weights_N`` are factors on each row's part of the loss and of the divergence.
 
+    With ``vocabulary``, ``weight_VD`` has only the rows of that slice. Ranks exchange a few numbers for each row, and
+    the gradient of the states; no rank ever holds a row of all logits. Results are those of the whole, on every rank.
+
     Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
     scales. Only the first result carries a gradient.
 
@@ -117,7 +139,7 @@ def projected_cross_entropy(
     count zero.
     """
     assert len(states) in (1, 2)
-    arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
+    arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
     if not torch.is_grad_enabled():
         return _cross_entropy_chunks(states, weight_VD, *arguments, with_gradient=False, of_weight=False)[0]
     result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -164,18 +186,20 @@ def _cross_entropy_chunks(
     ignore_index: int,
     divergence_weight: float,
     row_weights_N: Tensor | None,
+    vocabulary: VocabularySlice | None,
     with_gradient: bool,
     of_weight: bool,
 ) -> tuple[_Sums, list[Tensor], Tensor | None]:
     """The three results and, if asked, d loss / d states (N,D) each; and d loss / d weight (V,D; fp32 or wider)."""
-    rows, vocabulary = states[0].shape[0], weight_VD.shape[0]
+    rows, held = states[0].shape[0], weight_VD.shape[0]
+    start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
     loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
     share = 1.0 / len(states)
-    step = max(1, _CHUNK_ELEMENTS // (vocabulary * len(states)))
+    step = max(1, _CHUNK_ELEMENTS // (held * len(states)))
     for start in range(0, rows, step):
         chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
         counted = targets != ignore_index
@@ -183,18 +207,21 @@ def _cross_entropy_chunks(
         weights = counted.to(accumulate)
         if row_weights_N is not None:
             weights = weights * row_weights_N[start : start + step]
-        index = torch.where(counted, targets, 0).unsqueeze(1)
-        log_ps = [torch.log_softmax(F.linear(x, weight_VD).to(accumulate), dim=1) for x in chunks]
-        for log_p in log_ps:
-            chunk_nll = -log_p.gather(1, index).squeeze(1)
+        local = targets - start_token
+        here = counted & (local >= 0) & (local < held)
+        index = torch.where(here, local, 0).unsqueeze(1)
+        log_ps = []
+        for x in chunks:
+            log_p, chunk_nll, total = _log_softmax(F.linear(x, weight_VD).to(accumulate), index, here, vocabulary)
+            log_ps.append(log_p)
             nll_N[start : start + step] += share * torch.where(counted, chunk_nll, 0.0)
             chunk_loss = (1.0 - smoothing) * chunk_nll
             if smoothing > 0.0:
-                chunk_loss = chunk_loss - smoothing / vocabulary * log_p.sum(dim=1)
+                chunk_loss = chunk_loss - smoothing / size * total
             loss += share * torch.where(counted, chunk_loss * weights, 0.0).sum()
         pulls: list[Tensor] = []
         if len(states) == 2:
-            divergence_N, pulls = _divergence(log_ps[0], log_ps[1], with_gradient)
+            divergence_N, pulls = _divergence(log_ps[0], log_ps[1], vocabulary, with_gradient)
             divergence += torch.where(counted, divergence_N * weights, 0.0).sum()
         for number, (x, log_p) in enumerate(zip(chunks, log_ps, strict=True)):
             if not with_gradient:
@@ -202,8 +229,8 @@ def _cross_entropy_chunks(
             # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
             d_logits = log_p.exp_()
             if smoothing > 0.0:
-                d_logits -= smoothing / vocabulary
-            d_logits.scatter_add_(1, index, torch.full_like(index, -(1.0 - smoothing), dtype=accumulate))
+                d_logits -= smoothing / size
+            d_logits.scatter_add_(1, index, here.to(accumulate).mul_(-(1.0 - smoothing)).unsqueeze(1))
             if share != 1.0:
                 d_logits *= share
             if pulls:
@@ -217,17 +244,45 @@ def _cross_entropy_chunks(
                 d_weight.addmm_(d_logits.t(), x)
             else:
                 d_weight += d_logits.t() @ x
+    if vocabulary is not None:
+        for gradient in d_states:
+            vocabulary.sum(gradient)
     return (loss + divergence_weight * divergence, nll_N, divergence), d_states, d_weight
 
 
-def _divergence(log_p_NV: Tensor, log_q_NV: Tensor, with_gradient: bool) -> tuple[Tensor, list[Tensor]]:
+def _log_softmax(
+    logits_NV: Tensor, index_N1: Tensor, here_N: Tensor, vocabulary: VocabularySlice | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the tokens held, -log p of the targets, and the sum of all log-probabilities of a row.
+
+    Targets are given by their place among the tokens held, where they are ``here``. Shape: -> (N,V), (N,), (N,)
+    """
+    if vocabulary is None:
+        log_p_NV = torch.log_softmax(logits_NV, dim=1)
+        return log_p_NV, -log_p_NV.gather(1, index_N1).squeeze(1), log_p_NV.sum(dim=1)
+    greatest_N = logits_NV.max(dim=1).values
+    vocabulary.max(greatest_N)
+    logits_NV -= greatest_N.unsqueeze(1)
+    target_N = torch.where(here_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
+    sums_3N = torch.stack([logits_NV.exp().sum(dim=1), target_N, logits_NV.sum(dim=1)])
+    vocabulary.sum(sums_3N)
+    log_total_N = sums_3N[0].log()
+    return logits_NV - log_total_N.unsqueeze(1), log_total_N - sums_3N[1], sums_3N[2] - vocabulary.size * log_total_N
+
+
+def _divergence(
+    log_p_NV: Tensor, log_q_NV: Tensor, vocabulary: VocabularySlice | None, with_gradient: bool
+) -> tuple[Tensor, list[Tensor]]:
     """J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if asked, dJ / d logits of p and of q.
 
     With r = log p - log q: dKL(p||q)/dz_p = p (r - KL(p||q)), and dKL(q||p)/dz_p = p - q. Shape: -> (N,), two (N,V)
     """
     p, q = log_p_NV.exp(), log_q_NV.exp()
     ratio = log_p_NV - log_q_NV
-    forward_N1, backward_N1 = (p * ratio).sum(dim=1, keepdim=True), -(q * ratio).sum(dim=1, keepdim=True)
+    both_2N1 = torch.stack([(p * ratio).sum(dim=1, keepdim=True), -(q * ratio).sum(dim=1, keepdim=True)])
+    if vocabulary is not None:
+        vocabulary.sum(both_2N1)
+    forward_N1, backward_N1 = both_2N1
     divergence_N = 0.5 * (forward_N1 + backward_N1).squeeze(1)
     if not with_gradient:
         return divergence_N, []
@@ -247,9 +302,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         divergence_weight: float,
         row_weights_N: Tensor | None,
+        vocabulary: VocabularySlice | None,
         *states: Tensor,
     ) -> _Sums:
-        arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N)
+        arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
         sums, d_states, d_weight = _cross_entropy_chunks(
             states, weight_VD, *arguments, with_gradient=True, of_weight=weight_VD.requires_grad
         )
@@ -264,4 +320,4 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
         d_weight = None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype)
-        return d_weight, None, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)
+        return d_weight, None, None, None, None, None, None, *(x * scale.to(x.dtype) for x in d_states)

@@ -52,8 +52,12 @@ class TokenEmbedding(nn.Module):
         """Embed tokens standing at positions ``offset``... Shape: (B,T) -> (B,T,D)"""
         end = offset + tokens_BT.shape[1]
         positions_TD = self._positions(end)[offset:end]
-        embedded: Tensor = self.dropout(F.embedding(tokens_BT, self.weight) * self.scale + positions_TD)
+        embedded: Tensor = self.dropout(self.lookup(tokens_BT) * self.scale + positions_TD)
         return embedded
+
+    def lookup(self, tokens_BT: Tensor) -> Tensor:
+        """The embedding matrix's rows. Shape: (B,T) -> (B,T,D)"""
+        return F.embedding(tokens_BT, self.weight)
 
     def _positions(self, length: int) -> Tensor:
         have = self._positions_TD

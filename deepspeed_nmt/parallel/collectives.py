@@ -70,8 +70,8 @@ def gather_lists(items: list[Any], world: World) -> list[Any]:
 
 
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
-    """Sum tensors over all ranks in place, several in one message."""
-    if world.ranks == 1:
+    """Sum tensors over the ranks that hold the same slice of the model, in place, several in one message."""
+    if world.data_ranks == 1:
         return
     bucket: list[Tensor] = []
     elements = 0
@@ -79,16 +79,16 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
         bucket.append(tensor)
         elements += tensor.numel()
         if elements >= _BUCKET_ELEMENTS:
-            _reduce_bucket(bucket)
+            _reduce_bucket(bucket, world)
             bucket, elements = [], 0
-    _reduce_bucket(bucket)
+    _reduce_bucket(bucket, world)
 
 
-def _reduce_bucket(bucket: list[Tensor]) -> None:
+def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
     if not bucket:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=world.data_group)
     offset = 0
     for tensor in bucket:
         tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))

@@ -2,6 +2,9 @@
 
 The `deepspeed` launcher and `torchrun` describe a process by RANK, WORLD_SIZE and LOCAL_RANK; `srun` by SLURM_PROCID,
 SLURM_NTASKS and SLURM_LOCALID. A process started by plain `python` is alone.
+
+Ranks form a grid: `tensor_ranks` neighbours hold a model's matrices in slices and work on the same micro-batches;
+ranks with the same place among their neighbours hold the same slice and work on different ones.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,17 +29,38 @@ class World:
         ranks: number of processes.
         local_rank: number of this process on its host.
         device: where its tensors live.
+        tensor_ranks: how many neighbours share a model, this one among them.
+        tensor_group, data_group: process groups of those neighbours, and of those who hold the same slice; None for
+            one rank alone, and for all ranks.
     """
 
     rank: int
     ranks: int
     local_rank: int
     device: torch.device
+    tensor_ranks: int = 1
+    tensor_group: Any = None
+    data_group: Any = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes the files and talks to the user."""
         return self.rank == 0
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place among the neighbours that share a model."""
+        return self.rank % self.tensor_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Place among those who work on different micro-batches."""
+        return self.rank // self.tensor_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """How many work on different micro-batches."""
+        return self.ranks // self.tensor_ranks
 
 
 def _from_environment() -> tuple[int, int, int]:
@@ -49,17 +74,24 @@ def _from_environment() -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def join_world(device: str = "auto", timeout_s: float = 1800.0) -> World:
+def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: int = 1) -> World:
     """Find this process's place and connect it to the others.
 
     Args:
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
         timeout_s: seconds after which a rank that waits for another gives up.
+        tensor_ranks: neighbours that share a model; divides the number of ranks.
 
     Raises:
-        ConfigError: if a GPU is asked for and there is none, or the ranks do not know where to meet.
+        ConfigError: if a GPU is asked for and there is none, the ranks do not know where to meet, or they cannot be
+            divided by ``tensor_ranks``.
     """
     rank, ranks, local_rank = _from_environment()
+    if ranks % tensor_ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel must divide the number of processes, but is {tensor_ranks} with {ranks} "
+            f"{'process' if ranks == 1 else 'processes'}; start a multiple of {tensor_ranks}, or lower it"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "engine.device is cuda, but torch finds no GPU; use engine.device=cpu or install a CUDA build"
@@ -90,7 +122,14 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0) -> World:
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
-    return World(rank, ranks, local_rank, where)
+    if tensor_ranks == 1:
+        return World(rank, ranks, local_rank, where)
+    # Every rank takes part in making every group, in the same order.
+    everyone = range(ranks)
+    tensor_groups = [dist.new_group(everyone[i : i + tensor_ranks]) for i in range(0, ranks, tensor_ranks)]
+    data_groups = [dist.new_group(everyone[i::tensor_ranks]) for i in range(tensor_ranks)]
+    groups = (tensor_groups[rank // tensor_ranks], data_groups[rank % tensor_ranks])
+    return World(rank, ranks, local_rank, where, tensor_ranks, *groups)
 
 
 def leave_world() -> None:

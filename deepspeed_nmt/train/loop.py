@@ -244,6 +244,8 @@ class _Window:
         assert self.result is not None
         sums = {name: float(value) for name, value in self.sums.items()}
         device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
+        if world.tensor_rank > 0:  # its neighbours work on the same micro-batches
+            device_sums = dict.fromkeys(device_sums, 0.0)
         total = sum_over_ranks(device_sums, world)
         padded, real = total.pop("positions/padded"), total.pop("positions/real")
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}

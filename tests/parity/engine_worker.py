@@ -1,16 +1,17 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
 Arguments: corpus directory, output file, methods (a key of METHODS), then engines as NAME[:PRECISION][+recompute]
-(plain, zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes, always
-and never, DDR in every and ALD in every other update. exits is the closed chain with N x M softmaxing over its loops,
-growing a model on top of a frozen one.
+(plain, zero0 ... zero3). deep_decoder is all of that paper at once: layers that drop their cross-attention sometimes,
+always and never, DDR in every and ALD in every other update. exits is the closed chain with N x M softmaxing over its
+loops, growing a model on top of a frozen one.
 The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
-run that was stopped half-way and restored.
+run that was stopped half-way and restored. $TENSOR_RANKS ranks share a model.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
 UPDATES = 20
@@ -110,6 +112,7 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
         module.model.recompute(1, 1)
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
+    parallelize(module.model, world)
     # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
     # a whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.
     trainable = [p for p in module.parameters() if p.requires_grad]
@@ -136,7 +139,8 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
     losses, norms, counts, skipped, terms = [], [], [], [], []
     for update in loader.updates(cursor, first):
         result = engine.update(update.micro_batches, update.target_tokens, lr(update.number))
-        total = sum_over_ranks({name: float(value) for name, value in result.sums.items()}, world)
+        sums = {name: float(value) / world.tensor_ranks for name, value in result.sums.items()}
+        total = sum_over_ranks(sums, world)
         terms.append({name: value / update.target_tokens for name, value in total.items() if name not in BASIC})
         losses.append(total["loss"] / update.target_tokens)
         norms.append(result.grad_norm)
@@ -149,8 +153,8 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
 
 def main() -> None:
-    world = join_world("cpu", timeout_s=60)
-    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.rank, world.ranks, VOCABULARY)
+    world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
+    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.data_rank, world.data_ranks, VOCABULARY)
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
         engine = build(engine_name, world)
