@@ -39,7 +39,7 @@ def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[st
     }
 
 
-def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float) -> list[str]:
+def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float, **environment: str) -> list[str]:
     """Run ``python *command`` on several ranks and return what each wrote. At the timeout all are killed.
 
     Raises:
@@ -50,7 +50,7 @@ def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float) -> 
     processes = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=rank_environment(rank, ranks, port, scratch),
+            env={**rank_environment(rank, ranks, port, scratch), **environment},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

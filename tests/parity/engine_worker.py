@@ -44,7 +44,7 @@ from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
 UPDATES = 20
 BASIC = ("loss", "nll")
-VOCABULARY = Vocabulary(60)
+VOCABULARY = Vocabulary(61)  # odd: two ranks that share a model hold unequal slices
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 
 
@@ -104,9 +104,17 @@ def growing(dropout: float) -> tuple[TranslationModel, Objective]:
 METHODS = {"vanilla": vanilla, "deep_decoder": deep_decoder, "exits": exits, "growing": growing}
 
 
-def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Tensor] | None = None) -> Engine:
+def build(
+    method: str,
+    engine: str,
+    world: World,
+    directory: Path,
+    dropout: float = 0.0,
+    weights: dict[str, Tensor] | None = None,
+) -> Engine:
+    """An engine over a model that is the same in every layout; ``directory`` holds the corpus."""
     torch.manual_seed(7)
-    module = TrainModule(*METHODS[sys.argv[3]](dropout))
+    module = TrainModule(*METHODS[method](dropout))
     engine, _, recompute = engine.partition("+")
     if recompute:
         module.model.recompute(1, 1)
@@ -121,7 +129,7 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
     if name == "plain":
         settings = EngineConfig(name="plain", precision=precision or "fp32", device="cpu")
     else:
-        ds = Path(sys.argv[2]).with_name(f"{name}.json")
+        ds = directory / f"{name}.json"
         content: dict[str, Any] = {
             "zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
         }
@@ -131,8 +139,13 @@ def build(engine: str, world: World, dropout: float = 0.0, weights: dict[str, Te
             ds.write_text(json.dumps(content))
         torch.distributed.barrier()
         settings = EngineConfig(name="deepspeed", ds_config=str(ds), precision=precision or "fp32", device="cpu")
-    dummy = collate(Corpus(Path(sys.argv[1]), "train"), torch.empty(0, dtype=torch.int64).numpy(), VOCABULARY)
+    dummy = collate(Corpus(directory, "train"), torch.empty(0, dtype=torch.int64).numpy(), VOCABULARY)
     return build_engine(settings, module, optimizer, clip_norm=0.5, world=world, dummy=dummy)
+
+
+def loader_of(directory: Path, world: World) -> TrainLoader:
+    """This rank's share of the updates."""
+    return TrainLoader(Corpus(directory, "train"), BATCH, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
 def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
@@ -154,10 +167,11 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
 def main() -> None:
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
-    loader = TrainLoader(Corpus(Path(sys.argv[1]), "train"), BATCH, 5, world.data_rank, world.data_ranks, VOCABULARY)
+    directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    loader = loader_of(directory, world)
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
-        engine = build(engine_name, world)
+        engine = build(method, engine_name, world, directory)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
         del report[engine_name]["cursor"]
         report[engine_name]["weights"] = {s.name: s.weight.flatten().tolist() for s in engine.parameters()}
@@ -166,12 +180,13 @@ def main() -> None:
         half = UPDATES // 2
         ends = []
         for resume in (False, True):
-            engine = build(engine_name, world, dropout=0.1)
+            engine = build(method, engine_name, world, directory, dropout=0.1)
             done = train(engine, loader, world, 1, half, Cursor())
             if resume:
                 states, scalars = list(engine.state()), engine.scalars()
                 engine.close()
-                engine = build(engine_name, world, dropout=0.1, weights={s.name: s.weight for s in states})
+                weights = {s.name: s.weight for s in states}
+                engine = build(method, engine_name, world, directory, dropout=0.1, weights=weights)
                 engine.restore(Saved(states), scalars)
             rest = train(engine, loader, world, half + 1, UPDATES, done["cursor"])
             ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))
@@ -179,7 +194,7 @@ def main() -> None:
         report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]
         report[engine_name]["resumed_loss"] = [ends[0][0], ends[1][0]]
     if world.is_main:
-        Path(sys.argv[2]).write_text(json.dumps(report))
+        out.write_text(json.dumps(report))
     leave_world()
 
 

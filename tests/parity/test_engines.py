@@ -23,12 +23,21 @@ ENGINES = {
     "exits": {1: ["plain"], 2: ["zero1", "zero3", "zero2:fp16", "zero3+recompute"]},
     "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16", "zero2+recompute"]},
 }
+# The same with two ranks that share a model, on two such pairs.
+TENSOR = {
+    "vanilla": ["plain", "zero0", "zero1:bf16", "zero3+recompute"],
+    "deep_decoder": ["plain+recompute", "zero1", "zero2:fp16", "zero3"],
+    "exits": ["zero2", "zero3+recompute"],
+    "growing": ["zero0+recompute", "zero3"],
+}
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
+ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
 FP32 = [each for each in ALL if ":" not in each[2]]
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a method waits for all its engines
 
-Reports = Callable[[str, int], dict[str, Any]]
+Ranks = int | str
+Reports = Callable[[str, Ranks], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +47,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     random_corpus(directory, pairs=300, vocab=60, seed=1)
 
     @cache
-    def report(method: str, ranks: int) -> dict[str, Any]:
+    def report(method: str, ranks: Ranks) -> dict[str, Any]:
+        names = TENSOR[method] if ranks == "2x2" else ENGINES[method][int(ranks)]
+        count, tensor = (4, 2) if ranks == "2x2" else (int(ranks), 1)
         out = directory / f"{method}-{ranks}.json"
         worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
-        run_ranks([*worker, *ENGINES[method][ranks]], ranks, directory, timeout=600)
+        run_ranks([*worker, *names], count, directory, timeout=600, TENSOR_RANKS=str(tensor))
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -50,7 +61,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 @pytest.mark.parametrize(("method", "ranks", "name"), FP32)
 def test_losses_norms_and_weights_are_those_of_one_plain_process(
-    reports: Reports, method: str, ranks: int, name: str
+    reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
     assert len(ours["loss"]) == 20
@@ -70,7 +81,9 @@ def test_the_number_of_micro_batches_really_varies(reports: Reports) -> None:
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), ALL)
-def test_restored_half_way_the_run_goes_on_bit_for_bit(reports: Reports, method: str, ranks: int, name: str) -> None:
+def test_restored_half_way_the_run_goes_on_bit_for_bit(
+    reports: Reports, method: str, ranks: Ranks, name: str
+) -> None:
     report = reports(method, ranks)[name]
     straight, resumed = report["resumed_loss"]
     assert straight == resumed
@@ -78,7 +91,7 @@ def test_restored_half_way_the_run_goes_on_bit_for_bit(reports: Reports, method:
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), [each for each in ALL if ":" in each[2]])
-def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: int, name: str) -> None:
+def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, name: str) -> None:
     reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)

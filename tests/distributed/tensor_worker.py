@@ -1,0 +1,131 @@
+"""One of two ranks that share a model: what they hold, draw and compute. The output is JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine import EngineConfig, build_engine
+from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.embedding import Projection
+from deepspeed_nmt.nn.feedforward import FeedForward
+from deepspeed_nmt.nn.sublayer import Dropout
+from deepspeed_nmt.parallel.tensor import SLICE, parallelize
+from deepspeed_nmt.parallel.world import World, join_world, leave_world
+
+V = Vocabulary(61)
+
+
+def everyones(x: Tensor) -> list[Tensor]:
+    """What each rank holds of a tensor of one shape."""
+    found = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+def equal(x: Tensor) -> bool:
+    first, second = everyones(x.detach())
+    return torch.equal(first, second)
+
+
+def training(directory: Path, world: World) -> dict[str, Any]:
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.2, attention_dropout=0.2,
+        activation_dropout=0.2,
+    )  # fmt: skip
+    model = build_transformer(config, V)
+    model.recompute(0, 1)
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    parallelize(model, world)
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
+    corpus = Corpus(directory, "train")
+    dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
+    engine = build_engine(EngineConfig(name="plain", device="cpu"), module, optimizer, 0.5, world, dummy)
+    # Outputs of dropouts: inside a sliced sub-layer, and between sub-layers.
+    inner = {m.dropout for m in model.modules() if isinstance(m, FeedForward)}
+    drawn: dict[str, list[bool]] = {"inside": [], "between": []}
+
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        drawn["inside" if module in inner else "between"].append(equal(output))
+
+    hooks = [m.register_forward_hook(watch) for m in model.modules() if isinstance(m, Dropout)]
+    loader = TrainLoader(
+        corpus, BatchConfig(update_tokens=300, micro_tokens=200), 5, world.data_rank, world.data_ranks, V
+    )
+    results = []
+    for update in loader.updates(Cursor(), 1):
+        result = engine.update(update.micro_batches, update.target_tokens, 1e-3)
+        results.append(float(result.sums["loss"]))
+        for hook in hooks:
+            hook.remove()
+        if update.number == 6:
+            break
+    parameters = dict(model.named_parameters())
+    return {
+        "drawn": drawn,
+        "loss_equal": equal(torch.tensor(results)),
+        "common_equal": all(equal(p) for p in parameters.values() if not hasattr(p, SLICE)),
+        "common": [name for name, p in parameters.items() if not hasattr(p, SLICE)],
+        "held": {name: p.numel() / whole[name] for name, p in parameters.items() if hasattr(p, SLICE)},
+        "names_kept": sorted(parameters) == sorted(whole),
+    }
+
+
+def cross_entropy(world: World) -> dict[str, Any]:
+    """Loss and gradients of the sliced projection against the reference that sees everything, in float64."""
+    found = {}
+    for states_count in (1, 2):
+        torch.manual_seed(5)
+        weight = torch.randn(V.size, 8, dtype=torch.float64)
+        states = [torch.randn(40, 8, dtype=torch.float64, requires_grad=True) for _ in range(states_count)]
+        targets = torch.randint(0, V.size, (40,))
+        rows = torch.rand(40, dtype=torch.float64)
+        arguments: dict[str, Any] = {
+            "targets_N": targets,
+            "smoothing": 0.1,
+            "ignore_index": 0,
+            "divergence_weight": 0.7,
+            "row_weights_N": rows,
+        }
+        reference_weight = weight.clone().requires_grad_()
+        expected = ops.projected_cross_entropy_ref(states, reference_weight, **arguments)
+        expected_gradients = torch.autograd.grad(expected[0], [reference_weight, *states])
+        projection = Projection(nn.Parameter(weight.clone()))
+        parallelize(projection, world)
+        ops._CHUNK_ELEMENTS = 7 * 31
+        ours = projection(states, partial(ops.projected_cross_entropy, **arguments))
+        d_weight, *d_states = torch.autograd.grad(ours[0], [projection.weight, *states])
+        part = getattr(projection.weight, SLICE)
+        differences = [float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)]
+        differences.append(float((d_weight - part.of(expected_gradients[0])).abs().max()))
+        differences += [float((a - b).abs().max()) for a, b in zip(d_states, expected_gradients[1:], strict=True)]
+        found[str(states_count)] = differences
+    return found
+
+
+def main() -> None:
+    world = join_world("cpu", timeout_s=60, tensor_ranks=2)
+    report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": cross_entropy(world)}
+    if world.is_main:
+        Path(sys.argv[2]).write_text(json.dumps(report))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

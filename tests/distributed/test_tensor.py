@@ -1,0 +1,72 @@
+"""Ranks that share a model: slices, masks, and the cross-entropy of which nobody holds all logits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.world import World
+from tests.support import ROOT, random_corpus, run_ranks
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("tensor")
+    random_corpus(directory, pairs=200, vocab=60, seed=1)
+    out = directory / "report.json"
+    run_ranks([str(ROOT / "tests/distributed/tensor_worker.py"), str(directory), str(out)], 2, directory, timeout=120)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_masks_between_sublayers_are_common_and_inside_them_not(report: dict[str, Any]) -> None:
+    drawn = report["training"]["drawn"]
+    assert len(drawn["between"]) > 10 and all(drawn["between"])
+    assert len(drawn["inside"]) > 3 and not any(drawn["inside"])
+
+
+def test_what_every_rank_holds_stays_equal_to_the_bit(report: dict[str, Any]) -> None:
+    training = report["training"]
+    assert training["loss_equal"] and training["common_equal"]
+    assert all("norm" in name or name.endswith(("out_proj.bias", "down_proj.bias")) for name in training["common"])
+
+
+def test_matrices_are_held_in_slices_by_their_own_names(report: dict[str, Any]) -> None:
+    training = report["training"]
+    assert training["names_kept"]
+    assert {round(share, 1) for share in training["held"].values()} == {0.5}
+
+
+@pytest.mark.parametrize("states", ["1", "2"])
+def test_cross_entropy_is_that_of_all_logits(report: dict[str, Any], states: str) -> None:
+    assert max(report["cross_entropy"][states]) < 1e-12
+
+
+def world(tensor_ranks: int) -> World:
+    return World(0, tensor_ranks, 0, torch.device("cpu"), tensor_ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "said"),
+    [
+        ({"heads": 4}, 3, "engine.tensor_parallel must divide model.heads, but is 3 with 4 heads"),
+        ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel must divide model.ffn_dim, but is 2 with 31"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(changes: dict[str, int], ranks: int, said: str) -> None:
+    model = build_transformer(TransformerConfig(**{"dim": 32, "ffn_dim": 64, **changes}), Vocabulary(60))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=said):
+        parallelize(model, world(ranks))
+
+
+def test_a_layer_without_a_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 has no plan for being sliced"):
+        parallelize(nn.Sequential(nn.Linear(4, 4)), world(2))
