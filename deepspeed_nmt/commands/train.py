@@ -12,7 +12,6 @@ the same run directory resumes the run. It exits with 75 when a signal stopped i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -40,36 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Train."""
     import torch
 
-    from deepspeed_nmt.commands.validation import ModelValidator
+    from deepspeed_nmt.commands.training import Origin, train_run
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.console import logger, setup_logging
-    from deepspeed_nmt.core.objective import TrainModule
     from deepspeed_nmt.data.directory import DataDirectory
-    from deepspeed_nmt.data.loader import TrainLoader, collate
-    from deepspeed_nmt.engine import build_engine
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.files import atomic_write_text
-    from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
     from deepspeed_nmt.parallel.collectives import barrier
-    from deepspeed_nmt.parallel.tensor import parallelize
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import (
-        CHECKPOINTS,
-        CONFIG_FILE,
-        Run,
-        RunLock,
-        begin,
-        build_model,
-        build_objective,
-        load_weights,
-    )
-    from deepspeed_nmt.search import SearchConfig
-    from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
-    from deepspeed_nmt.train.collapse import CollapseMonitor
-    from deepspeed_nmt.train.loop import train
-    from deepspeed_nmt.train.metrics import Metrics
-    from deepspeed_nmt.train.optimizer import build_optimizer
-    from deepspeed_nmt.train.replica import Replica
+    from deepspeed_nmt.runs import CONFIG_FILE, RunLock, begin
     from deepspeed_nmt.train.signals import StopRequest
 
     base = arguments.config
@@ -93,95 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
             data.verify_hashes()
             begin(arguments.run, config, data)
         barrier(world)
+        source = arguments.init_from or arguments.grow_from
+        origin = source and Origin(source, arguments.from_checkpoint, grow=arguments.grow_from is not None)
         with StopRequest() as stop:
-            vocabulary = data.tokenizer().vocabulary
-            store = CheckpointStore(arguments.run / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
-            checkpoint = store.newest()
-            progress = checkpoint.progress if checkpoint is not None else Progress()
-            corpus = data.corpus("train")
-            loader = TrainLoader(
-                corpus, config.batch, config.training.seed, world.data_rank, world.data_ranks, vocabulary
-            )
-            model = build_model(config, vocabulary)
-            model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
-            copy = build_model(config, vocabulary)
-            origin = arguments.init_from or arguments.grow_from
-            if checkpoint is not None:
-                load_weights(model, checkpoint)
-            elif origin is not None:
-                grow = arguments.grow_from is not None
-                inherited = inherit(model, Run.open(origin), arguments.from_checkpoint, data, grow=grow)
-                if world.is_main:
-                    atomic_write_text(arguments.run / ORIGIN_FILE, json.dumps(inherited, indent=1))
-            elif any(not parameter.requires_grad for parameter in model.parameters()):
-                raise ConfigError(
-                    "this model has frozen parts that were trained before; give their run by --grow-from RUN"
-                )
-            parallelize(model, world)
-            objective = build_objective(config, vocabulary)
-            module = TrainModule(model, objective)
-            optimizer = build_optimizer(config.optimizer, module.to(world.device))
-            dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), vocabulary)
-            engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
+            progress = train_run(arguments.run, config, data, origin, world, stop)
+        if stop:
             logger.info(
-                "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
-                f"{sum(p.numel() for p in copy.parameters()):,}",
-                f"{len(corpus):,}",
-                loader.updates_per_epoch(),
-                world.ranks,
-                world.device.type,
-                type(engine).__name__,
-            )
-            if checkpoint is not None:
-                engine.restore(checkpoint, checkpoint.scalars)
-                logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
-            assert isinstance(config.search, SearchConfig)
-            replica = Replica(copy, engine)
-            validator = ModelValidator(
-                replica, objective, data, config.validation, config.search, config.batch, world
-            )
-            monitor = CollapseMonitor(
-                config.collapse,
-                2 * config.schedule.warmup_updates,
-                data.corpus("valid"),
-                replica,
-                objective,
-                vocabulary,
-                config.batch,
-                world,
-            )
-            with Metrics(arguments.run, world.is_main, progress.update, config.training.max_updates) as metrics:
-                progress = train(
-                    config.training,
-                    config.optimizer,
-                    config.schedule,
-                    engine,
-                    loader,
-                    validator,
-                    monitor,
-                    store,
-                    metrics,
-                    world,
-                    stop,
-                    progress,
-                )
-            engine.close()
-            if stop:
-                logger.info(
-                    "stopped by %s after update %d, saved; start the same command again to go on",
-                    stop.signal_name,
-                    progress.update,
-                )
-                return EXIT_STOPPED
-            best = "" if progress.best_score is None else f", best validation score {progress.best_score:.2f}"
-            logger.info(
-                "done: %d updates, %s target tokens%s (update %d)",
+                "stopped by %s after update %d, saved; start the same command again to go on",
+                stop.signal_name,
                 progress.update,
-                f"{progress.target_tokens:,}",
-                best,
-                progress.best_update,
             )
-            return 0
+            return EXIT_STOPPED
+        best = "" if progress.best_score is None else f", best validation score {progress.best_score:.2f}"
+        logger.info(
+            "done: %d updates, %s target tokens%s (update %d)",
+            progress.update,
+            f"{progress.target_tokens:,}",
+            best,
+            progress.best_update,
+        )
+        return 0
     finally:
         if lock is not None:
             lock.release()

@@ -51,7 +51,17 @@ class Batch:
     @property
     def padded_tokens(self) -> int:
         """Rows times the longer of the two padded lengths: what ``micro_tokens`` bounds."""
-        return self.source_BS.shape[0] * max(self.source_BS.shape[1], self.target_input_BT.shape[1])
+        return self.rows * self.longest
+
+    @property
+    def rows(self) -> int:
+        """Sentence pairs, B."""
+        return self.source_BS.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """The longer of the two padded lengths."""
+        return max(self.source_BS.shape[1], self.target_input_BT.shape[1])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""

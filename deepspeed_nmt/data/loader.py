@@ -17,7 +17,15 @@ import torch
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.plan import BatchConfig, Indices, check_lengths, cut_update, plan_epoch
+from deepspeed_nmt.data.plan import (
+    BatchConfig,
+    EpochPlan,
+    Indices,
+    check_lengths,
+    cut_update,
+    largest_micro_batch,
+    plan_epoch,
+)
 
 T = TypeVar("T")
 
@@ -135,7 +143,7 @@ class TrainLoader:
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
         epoch, index = start.epoch, start.update
         while True:
-            plan = plan_epoch(source, target, self.seed, epoch, self.config.update_tokens)
+            plan = self._plan(epoch)
             while index < len(plan):
                 sentences = plan[index]
                 cut = cut_update(sentences, source, target, self.ranks, self.config)
@@ -147,10 +155,27 @@ class TrainLoader:
 
     def updates_per_epoch(self) -> int:
         """Updates in the first epoch; others differ by one at most, since grains are not all of one size."""
-        plan = plan_epoch(
-            self.corpus.source_lengths, self.corpus.target_lengths, self.seed, 0, self.config.update_tokens
+        return len(self._plan(0))
+
+    def largest(self) -> Batch:
+        """The largest micro-batch that can be expected, the same on every rank. As part of update 0, which does not
+        exist, it has every term of an objective: all are due in a multiple of any number.
+        """
+        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        indices = largest_micro_batch(self._plan(0), source, target, self.ranks, self.config)
+        tokens = int(target[indices].sum())
+        return collate(
+            self.corpus,
+            indices,
+            self.vocabulary,
+            seed=self.seed,
+            update_tokens=tokens,
+            update_sentences=len(indices),
         )
-        return len(plan)
+
+    def _plan(self, epoch: int) -> EpochPlan:
+        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        return plan_epoch(source, target, self.seed, epoch, self.config.update_tokens)
 
     def _assemble(
         self, groups: list[Indices], sentences: int, target_tokens: int, number: int, after: Cursor

@@ -32,6 +32,8 @@ Indices = NDArray[np.int64]
 
 _WINDOW_UPDATES = 256
 """Updates in a window: enough that sentences of nearly equal length in both languages meet."""
+_SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
+"""Updates that are cut to learn how large micro-batches are, and how much larger others may be."""
 
 
 class BatchConfig(Config):
@@ -95,6 +97,32 @@ def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_t
     inner = ends[grains_per_update - 1 : -1 : grains_per_update]
     bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
     return EpochPlan(np.concatenate(pieces), bounds)
+
+
+def largest_micro_batch(
+    plan: EpochPlan, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+) -> Indices:
+    """The sentences of the largest micro-batch that can be expected of any update, the longest first.
+
+    How large that is, a sample of the updates tells: ``micro_tokens``, or less where updates are small or padding has
+    them cut finer. Of all sentences that fill it but for 3%, these are the longest. Shape: -> (B,)
+
+    Args:
+        plan: of some epoch.
+    """
+    longest = np.maximum(source, target).astype(np.int64)
+    sample = range(0, len(plan), max(1, len(plan) // _SAMPLED_UPDATES))
+    cuts = (cut_update(plan[update], source, target, ranks, config) for update in sample)
+    seen = max(
+        len(group) * int(longest[group].max()) for cut in cuts for groups in cut for group in groups if len(group)
+    )
+    budget = max(int(longest.max()), min(config.micro_tokens, int(_SAMPLE_MARGIN * seen)))
+    order: Indices = np.argsort(-longest, kind="stable")
+    # Candidates are neighbours in this order: from each sentence on, as many as fit.
+    rows = np.minimum(budget // longest[order], np.arange(len(order), 0, -1))
+    sizes = rows * longest[order]
+    first = int((sizes >= 0.97 * sizes.max()).argmax())  # attention makes long sentences cost more than many
+    return order[first : first + int(rows[first])]
 
 
 def by_length(source: Lengths, target: Lengths) -> Indices:

@@ -65,12 +65,15 @@ class UpdateResult:
         grad_norm: before clipping; infinite or NaN if ``skipped``.
         skipped: the gradient was not finite, so the weights were left as they are.
         loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
+        culprits: if skipped and looked for, parameters whose gradients are not finite. Only those that this rank
+            holds a part of.
     """
 
     sums: dict[str, Tensor]
     grad_norm: float
     skipped: bool
     loss_scale: float
+    culprits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class SavedState(Protocol):
 class Engine(ABC):
     """Carries out updates and gives out the state of the model, independent of its layout.
 
-    Weights are loaded into ``module`` before an engine is made; Adam's state afterwards by :meth:`restore`.
+    Weights are loaded into ``module`` before an engine is made; Adam's state afterwards by :meth:`restore`. An engine
+    is restored, and probed, before its first update or never; to go back to an older state, make a new one.
 
     Attributes:
         module: model and objective.
@@ -121,8 +125,22 @@ class Engine(ABC):
     device: torch.device
 
     @abstractmethod
-    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
-        """Take one step. Every rank passes equally many micro-batches, and the token count of the whole update."""
+    def update(
+        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+    ) -> UpdateResult:
+        """Take one step. Every rank passes equally many micro-batches, and the token count of the whole update.
+
+        Args:
+            explain: look for culprits should the step be skipped, even where that costs time. Without it only those
+                are named that are found for nothing, and none while fp16's loss scale may be to blame.
+        """
+
+    @abstractmethod
+    def probe(self, batch: Batch) -> None:
+        """Use as much memory as an update with this micro-batch can, and change nothing. Before :meth:`restore`.
+
+        All ranks call it together with the same batch.
+        """
 
     @abstractmethod
     def parameters(self) -> Iterator[ParameterState]:
@@ -157,6 +175,15 @@ def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Add scalars to running sums of the same names, on the device."""
     for name, value in new.items():
         total[name] = total[name] + value.detach() if name in total else value.detach()
+
+
+def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+    """Names of the gradients that are not finite."""
+    return tuple(
+        name
+        for name, gradient in gradients.items()
+        if gradient is not None and not bool(torch.isfinite(gradient).all())
+    )
 
 
 class LossScale:

@@ -15,6 +15,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
@@ -30,6 +31,7 @@ from deepspeed_nmt.engine.base import (
     SavedState,
     UpdateResult,
     add_sums,
+    not_finite,
     seed_dropout,
 )
 from deepspeed_nmt.engine.ds_config import zero_stage
@@ -80,20 +82,38 @@ class DeepSpeedEngine(Engine):
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
         self._stepped = False
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler.raise_error_at_min_scale = False  # How long a run may go on like that is not DeepSpeed's to say.
 
-    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
+    def update(
+        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+    ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr)
+        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain)
         self._stepped = self._stepped or not result.skipped
         return result
 
-    def _run(self, micro_batches: Sequence[Batch], factor: float, lr: float) -> UpdateResult:
+    def probe(self, batch: Batch) -> None:
+        scaler = self._scaler()
+        scaling = {} if scaler is None else dict(vars(scaler))
+        self._run([self._dummy], 0.0, 0.0)  # creates Adam's moments, which take their place, too
+        self._run([batch, batch], 0.0, 0.0)  # the second time beside the gradients of the first
+        for state in self._inner().state.values():
+            for which in MOMENTS:
+                state[which].zero_()
+        self._set_optimizer_step(0)
+        if scaler is not None:
+            vars(scaler).update(scaling)
+
+    def _run(self, micro_batches: Sequence[Batch], factor: float, lr: float, explain: bool = False) -> UpdateResult:
         self._engine.train()
         for group in self._zero.param_groups:
             group["lr"] = lr
         sums: dict[str, Tensor] = {}
         scale = self._loss_scale()
         norm, skipped = 0.0, False
+        culprits: tuple[str, ...] = ()
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
@@ -108,15 +128,19 @@ class DeepSpeedEngine(Engine):
                 norm = float(total_norm(touched, gradients, self._world))
                 skipped = not math.isfinite(norm)
                 if skipped:
+                    culprits = not_finite({name: p.grad for name, p in self._named.items()})
                     self._engine.zero_grad()
                     for gradient in gradients:
                         gradient.zero_()
                     for group in self._zero.param_groups:
                         group["lr"] = 0.0
+            elif last and explain:
+                # The step will show whether it is skipped, but then the gradients are gone.
+                culprits = not_finite({name: self._local_gradient(p) for name, p in self._named.items()})
             self._engine.step()
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
-        return UpdateResult(sums, norm, skipped, scale)
+        return UpdateResult(sums, norm, skipped, scale, culprits if skipped else ())
 
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self._named.items():
@@ -157,11 +181,7 @@ class DeepSpeedEngine(Engine):
                     self._zero.state[parameter][which].copy_(moment)
                 else:
                     safe_set_full_optimizer_state(parameter, moment.to(self.device), which)
-        for state in self._inner().state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(scalars.optimizer_step)
-            elif "step" in state:
-                state["step"] = scalars.optimizer_step
+        self._set_optimizer_step(scalars.optimizer_step)
         scaler = self._scaler()
         if scaler is not None:
             scaler.cur_scale = scalars.loss_scale
@@ -176,6 +196,30 @@ class DeepSpeedEngine(Engine):
         """torch's optimizer inside ZeRO's."""
         inner: torch.optim.Optimizer = self._zero if self._stage == 0 else self._zero.optimizer
         return inner
+
+    def _set_optimizer_step(self, step: int) -> None:
+        for state in self._inner().state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(step)
+            elif "step" in state:
+                state["step"] = step
+
+    def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """What this rank holds of a gradient between the backward pass and the step of ZeRO 1 to 3; None if nothing.
+
+        DeepSpeed can also put the whole together, but then all ranks must ask, and whether it asks the others at all
+        depends on what a rank holds.
+        """
+        if not parameter.requires_grad or parameter.grad is not None:
+            return parameter.grad
+        if self._stage == 3:
+            gradient: Tensor | None = safe_get_local_grad(parameter)
+            return gradient
+        mapping: Any = getattr(parameter, "_hp_mapping", None)  # where its part lies, in ZeRO 1 and 2
+        if mapping is None:
+            return None
+        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
+        return gradient
 
     def _scaler(self) -> Any:
         """DeepSpeed's dynamic loss scaler, or None."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.base import (
     MOMENTS,
     Engine,
@@ -21,6 +21,7 @@ from deepspeed_nmt.engine.base import (
     SavedState,
     UpdateResult,
     add_sums,
+    not_finite,
     seed_dropout,
 )
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
@@ -58,20 +59,21 @@ class PlainEngine(Engine):
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
         self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
 
-    def update(self, micro_batches: Sequence[Batch], target_tokens: int, lr: float) -> UpdateResult:
-        self.module.train()
+    def update(
+        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+    ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
         for batch in micro_batches:
-            seed_dropout(batch, self._world.data_rank)
-            with self._autocast():
-                output = self.module(batch.to(self.device))
-            (output.loss * (scale / target_tokens)).backward()
+            output = self._backward(batch, scale / target_tokens)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
         norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
         skipped = not math.isfinite(norm)
+        culprits: tuple[str, ...] = ()
+        if skipped and (explain or scale == 1.0):
+            culprits = not_finite(dict(zip(self._named, gradients, strict=True)))
         if not skipped:
             factor = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0.0 else 1.0
             if factor / scale != 1.0:
@@ -81,7 +83,13 @@ class PlainEngine(Engine):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._scale.record(overflow=skipped)
-        return UpdateResult(sums, norm, skipped, scale)
+        return UpdateResult(sums, norm, skipped, scale, culprits)
+
+    def probe(self, batch: Batch) -> None:
+        self._empty_step()  # Adam's moments and the gradients of earlier micro-batches take their place, too
+        self._backward(batch, 0.0)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
 
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.model.named_parameters():
@@ -98,11 +106,7 @@ class PlainEngine(Engine):
         return EngineScalars(max(steps, default=0), self._scale.value, self._scale.good_updates)
 
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        for parameter in self._named.values():
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()  # an empty step creates the optimizer's state in its own shape
+        self._empty_step()
         self._optimizer.zero_grad(set_to_none=True)
         for name, parameter in self._named.items():
             state = self._optimizer.state[parameter]
@@ -111,6 +115,25 @@ class PlainEngine(Engine):
             state["step"].fill_(scalars.optimizer_step)
         if self._precision == "fp16":
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
+
+    def _backward(self, batch: Batch, factor: float) -> LossOutput:
+        """Run a micro-batch and add the gradient of ``factor`` times its loss."""
+        self.module.train()
+        seed_dropout(batch, self._world.data_rank)
+        with self._autocast():
+            output: LossOutput = self.module(batch.to(self.device))
+        (output.loss * factor).backward()  # type: ignore[no-untyped-call]
+        return output
+
+    def _empty_step(self) -> None:
+        """Have the optimizer create its state in its own shape, by a step that changes no weight. Gradients are zero
+        afterwards.
+        """
+        for parameter in self._named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
 
     def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
         return gather(tensor, parameter, self._world).float().cpu()

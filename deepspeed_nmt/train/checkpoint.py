@@ -2,11 +2,12 @@
 
     checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
                                moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
-                               state.json                  where training stands
+                               state.json                  where training stands; state-N.json after a rollback
                                manifest.json               size and SHA-256 of each file above
     checkpoints/latest, best                               names of such directories
 
-A checkpoint is written under a temporary name, synced to disk, renamed, and only then pointed to.
+A checkpoint is written under a temporary name, synced to disk, renamed, and only then pointed to. When a run is
+rolled back to one, it gets another state, and the manifest is replaced by one that names it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Progress:
         best_score: best validation score so far, greater is better; None before the first validation.
         best_update: when it was reached.
         validations_since_best: for early stopping.
+        skipped: updates in a row, up to this one, that were skipped.
+        rollbacks: how often the run was rolled back.
+        retries: how often since it last got past the update where it failed.
+        failed_at: that update; 0 before the first rollback.
     """
 
     update: int = 0
@@ -55,6 +60,10 @@ class Progress:
     best_score: float | None = None
     best_update: int = 0
     validations_since_best: int = 0
+    skipped: int = 0
+    rollbacks: int = 0
+    retries: int = 0
+    failed_at: int = 0
 
 
 class Checkpoint:
@@ -69,9 +78,9 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        manifest = self._json("manifest.json")
+        self._manifest = self._json("manifest.json")
         try:
-            self._read(manifest)
+            self._read(self._manifest)
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} must be a checkpoint of this program, but its JSON is not ({error!r})"
@@ -84,13 +93,26 @@ class Checkpoint:
                 raise CheckpointError(f"{file} must exist, but does not: the checkpoint is incomplete")
             if file.stat().st_size != record["bytes"] or sha256_of(file) != record["sha256"]:
                 raise CheckpointError(f"{file} is not what was written there: the checkpoint is damaged")
-        state = self._json("state.json")
+        state = self._json(manifest.get("state", "state.json"))
         self.progress = Progress(**state["progress"])
         self.scalars = EngineScalars(**state["engine"])
         self._where = {
             kind: {tensor: name for name, tensors in manifest[kind].items() for tensor in tensors}
             for kind in ("weights", "moments")
         }
+
+    def restate(self, progress: Progress) -> None:
+        """Have training go on from here as ``progress`` says; weights and moments stay. In one step, as always.
+
+        Raises:
+            OSError: if it cannot be written; the checkpoint is then what it was.
+        """
+        files = self._manifest["files"]
+        name = f"state-{len(files)}.json"
+        record = _write_state(self.path / name, progress, self.scalars)
+        self._manifest = {**self._manifest, "state": name, "files": {**files, name: record}}
+        atomic_write_text(self.path / "manifest.json", json.dumps(self._manifest, indent=1))
+        self.progress = progress
 
     @property
     def resumable(self) -> bool:
@@ -150,14 +172,19 @@ class CheckpointStore:
         name = Path(file.read_text(encoding="utf-8").strip()).name
         return self.directory / name if name and (self.directory / name).is_dir() else None
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, until: int | None = None) -> Checkpoint | None:
         """The newest good checkpoint; a damaged one is passed over with a warning. None if there is none.
+
+        Args:
+            until: the last update whose checkpoint will do; default any.
 
         Raises:
             CheckpointError: if there are checkpoints and none is good.
         """
         broken = []
         for name in reversed(self.names()):
+            if until is not None and name > _name(until):
+                continue
             try:
                 checkpoint = Checkpoint(self.directory / name)
             except CheckpointError as error:
@@ -208,7 +235,7 @@ class CheckpointStore:
             OSError: if it cannot be written; all there was before is untouched. ``states`` is exhausted even then,
                 since other ranks take part in making it.
         """
-        name = f"{_PREFIX}{progress.update:07d}"
+        name = _name(progress.update)
         states = iter(states)
         try:
             if not (self.directory / name / "manifest.json").is_file():
@@ -220,6 +247,24 @@ class CheckpointStore:
             for _ in states:
                 pass
         self._prune()
+
+    def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Make an older checkpoint the newest, to go on from as ``progress`` says; later ones are removed.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        checkpoint.restate(progress)
+        for name in self.names():
+            if name > checkpoint.path.name:
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+        atomic_write_text(self.directory / "latest", checkpoint.path.name + "\n")
+        if self.pointer("best") is None:
+            best = _name(progress.best_update)
+            if (self.directory / best).is_dir():
+                atomic_write_text(self.directory / "best", best + "\n")
+            else:
+                (self.directory / "best").unlink(missing_ok=True)
 
     def save_average(self, paths: list[Path]) -> Path:
         """Average the weights of checkpoints and store the result as ``average``."""
@@ -246,12 +291,8 @@ class CheckpointStore:
                 for which, moment in state.moments.items():
                     moments.add(f"{state.name}.{which}", moment)
             manifest: dict[str, Any] = {"format": _FORMAT, "weights": weights.close(), "moments": moments.close()}
-            content = {"progress": asdict(progress), "engine": asdict(scalars)}
-            atomic_write_text(temporary / "state.json", json.dumps(content, indent=1))
-            manifest["files"] = {
-                file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-                for file in sorted(temporary.iterdir())
-            }
+            _write_state(temporary / "state.json", progress, scalars)
+            manifest["files"] = {file.name: _record(file) for file in sorted(temporary.iterdir())}
             atomic_write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
             final = self.directory / name
             shutil.rmtree(final, ignore_errors=True)
@@ -267,6 +308,20 @@ class CheckpointStore:
         for name in self.names()[: -self._keep_last]:
             if best is None or best.name != name:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
+
+
+def _name(update: int) -> str:
+    return f"{_PREFIX}{update:07d}"
+
+
+def _write_state(file: Path, progress: Progress, scalars: EngineScalars) -> dict[str, Any]:
+    content = {"progress": asdict(progress), "engine": asdict(scalars)}
+    atomic_write_text(file, json.dumps(content, indent=1))
+    return _record(file)
+
+
+def _record(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 class _ShardWriter:

@@ -13,15 +13,16 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
-from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
 from deepspeed_nmt.train.collapse import CollapseMonitor
-from deepspeed_nmt.train.metrics import Metrics, peak_memory_gib
+from deepspeed_nmt.train.memory import Probe, explained, peak_memory_gib
+from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, learning_rate
 from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 
 
 class TrainingConfig(Config):
@@ -39,7 +40,16 @@ class TrainingConfig(Config):
         default=0, ge=0, description="stop after so many validations without a better score; 0: never"
     )
     max_skipped: int = Field(
-        default=20, ge=1, description="stop after so many updates in a row without finite gradient"
+        default=20, ge=1, description="roll back after so many updates in a row without finite gradient"
+    )
+    max_rollbacks: int = Field(
+        default=2, ge=0, description="stop when so many rollbacks in a row do not get past the update that failed"
+    )
+    spike_factor: float = Field(
+        default=0.0, ge=0.0, description="warn of a loss above so many times the median of 100 updates; 0: never"
+    )
+    probe: Probe = Field(
+        default="auto", description="try out the largest micro-batch before the first update; auto: only on a GPU"
     )
 
 
@@ -75,16 +85,22 @@ def train(
     world: World,
     stop: StopRequest,
     progress: Progress,
-) -> Progress:
+) -> Progress | None:
     """Train from ``progress`` until the end, or until asked to stop; what was done is then saved.
 
+    Returns:
+        Where the run stands; None if it was rolled back: the newest checkpoint then says where it goes on, with
+        another engine.
+
     Raises:
-        TrainingError: if the gradient stays infinite or NaN, or if the decoder ignores its source and
-            ``collapse.action`` is "stop".
+        TrainingError: if the gradient stays infinite or NaN in spite of rollbacks, if memory runs out, or if the
+            decoder ignores its source and ``collapse.action`` is "stop".
         OSError: if the last checkpoint cannot be written.
     """
     window = _Window()
-    skipped_in_a_row = 0
+    spikes = SpikeWatch(config.spike_factor)
+    loss_scale = engine.scalars().loss_scale
+    parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
     updates = Prefetcher(loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
     try:
@@ -93,15 +109,26 @@ def train(
             update = updates.next()
             started = time.monotonic()
             lr = learning_rate(update.number, optimizer.lr, schedule, config.max_updates)
-            result = engine.update(update.micro_batches, update.target_tokens, lr)
-            progress = _advance(progress, update, time.monotonic() - started)
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            with explained(f"update {update.number}", update.micro_batches, world.device):
+                explain = worth_explaining(progress.skipped, loss_scale)
+                result = engine.update(update.micro_batches, update.target_tokens, lr, explain)
+            loss_scale = result.loss_scale
+            progress = _advance(progress, update, result.skipped, time.monotonic() - started)
             if result.skipped:
-                _report_skip(update, result, skipped_in_a_row, config.max_skipped)
+                cause = report_skip(update, result, progress.skipped, parameters, world)
+                if progress.skipped >= config.max_skipped:
+                    roll_back(store, progress, cause, config.max_rollbacks, world)
+                    return None
+            spikes(update, result, world)
             window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
 
             if progress.update % config.log_every == 0:
-                values = {**window.flush(lr, world), "train/target_tokens": float(progress.target_tokens)}
+                values = {
+                    **window.flush(lr, world),
+                    "train/target_tokens": float(progress.target_tokens),
+                    "train/spikes": float(spikes.count),
+                    "train/rollbacks": float(progress.rollbacks),
+                }
                 metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if monitor.due(progress.update):
                 found = monitor(progress.update)
@@ -137,7 +164,8 @@ def _due(every: int, progress: Progress) -> bool:
     return progress.epoch_update == 0 if every == 0 else progress.update % every == 0
 
 
-def _advance(progress: Progress, update: Update, seconds: float) -> Progress:
+def _advance(progress: Progress, update: Update, skipped: bool, seconds: float) -> Progress:
+    passed = not skipped and update.number > progress.failed_at
     return replace(
         progress,
         update=update.number,
@@ -145,25 +173,9 @@ def _advance(progress: Progress, update: Update, seconds: float) -> Progress:
         epoch_update=update.after.update,
         target_tokens=progress.target_tokens + update.target_tokens,
         train_seconds=progress.train_seconds + seconds,
+        skipped=progress.skipped + 1 if skipped else 0,
+        retries=0 if passed else progress.retries,
     )
-
-
-def _report_skip(update: Update, result: UpdateResult, in_a_row: int, limit: int) -> None:
-    """Say that an update was skipped, and give up when too many are.
-
-    fp16 finds its loss scale by overflowing, so a few skips are normal there.
-    """
-    losses = [name for name, value in result.sums.items() if not math.isfinite(float(value))]
-    cause = f"{' and '.join(losses)} is not finite" if losses else "the gradient is not finite"
-    logger.warning(
-        "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
-    )
-    if in_a_row >= limit:
-        raise TrainingError(
-            f"{limit} updates in a row, up to update {update.number}, had no finite gradient ({cause}): the training "
-            "has diverged. The last checkpoint is intact. Lower optimizer.lr, lengthen schedule.warmup_updates, set "
-            "optimizer.clip_norm, or use model.norm=pre, then start again"
-        )
 
 
 def _validate(validator: Validator, progress: Progress, metrics: Metrics) -> tuple[Progress, bool]:

@@ -1,21 +1,20 @@
 """One `log()` for the console, ``metrics.jsonl`` and TensorBoard.
 
 Tags: train/loss (smoothed, per target token), train/nll, train/ppl, train/grad_norm, train/lr, train/loss_scale,
-train/skipped (updates, so far), train/target_tokens (so far), train/divergence and train/ald (the objective's terms,
-unweighted), valid/loss, valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token),
-collapse/nll, collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s,
-perf/padding (share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
+train/skipped and train/spikes (updates, since the run was last taken up), train/rollbacks (so far),
+train/target_tokens (so far), train/divergence and train/ald (the objective's terms, unweighted), valid/loss,
+valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token), collapse/nll,
+collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s, perf/padding
+(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -92,13 +91,6 @@ class Metrics:
             self._board.close()
             if self._bar is not None:
                 self._bar.close()
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: on its GPU, or in RAM."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _before(line: str, update: int) -> bool:

@@ -5,7 +5,7 @@ Arguments: corpus directory, output file, methods (a key of METHODS), then engin
 always and never, DDR in every and ALD in every other update. exits is the closed chain with N x M softmaxing over its
 loops, growing a model on top of a frozen one.
 The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and the same for a
-run that was stopped half-way and restored. $TENSOR_RANKS ranks share a model.
+run that was probed, stopped half-way, probed again and restored. $TENSOR_RANKS ranks share a model.
 """
 
 from __future__ import annotations
@@ -181,12 +181,15 @@ def main() -> None:
         ends = []
         for resume in (False, True):
             engine = build(method, engine_name, world, directory, dropout=0.1)
+            if resume:
+                engine.probe(loader.largest())
             done = train(engine, loader, world, 1, half, Cursor())
             if resume:
                 states, scalars = list(engine.state()), engine.scalars()
                 engine.close()
                 weights = {s.name: s.weight for s in states}
                 engine = build(method, engine_name, world, directory, dropout=0.1, weights=weights)
+                engine.probe(loader.largest())
                 engine.restore(Saved(states), scalars)
             rest = train(engine, loader, world, half + 1, UPDATES, done["cursor"])
             ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))

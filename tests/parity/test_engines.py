@@ -1,4 +1,4 @@
-"""The same run under every engine: same losses, same norms, same weights; stopped and restored: the same bits."""
+"""The same run under every engine: same losses, norms and weights; probed, stopped and restored: the same bits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_number_of_micro_batches_really_varies(reports: Reports) -> None:
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), ALL)
-def test_restored_half_way_the_run_goes_on_bit_for_bit(
+def test_probed_and_restored_half_way_the_run_goes_on_bit_for_bit(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     report = reports(method, ranks)[name]

@@ -68,7 +68,7 @@ def test_data_changed_since_the_run_began(
     assert "error: model.ffn_dim must stay 64 while" in error and "start a new run instead" in error
 
 
-def test_nan_is_skipped_by_name_and_then_stops(
+def test_nan_is_skipped_by_name_rolled_back_and_then_stops(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -82,10 +82,13 @@ def test_nan_is_skipped_by_name_and_then_stops(
     monkeypatch.setattr(LabelSmoothed, "__call__", broken)
     error = refused(train_words(data, run, *small, "training.max_skipped=3"), capsys, status=1)
     assert "update 5 skipped: loss is not finite" in error and "3 updates in a row, up to update 7" in error
+    assert error.count("rolling back from update 7 to 4") == 2 and "2 rollbacks did not help" in error
     assert "Lower optimizer.lr" in error
     assert [path.name for path in (run / "checkpoints").glob("update-*")] == ["update-0000004"]
     for weight in Checkpoint(run / "checkpoints" / "update-0000004").weights().values():
         assert torch.isfinite(weight).all()
+    error = refused(train_words(data, tmp_path / "new", *small, "training.max_skipped=3"), capsys, status=1)
+    assert "up to update 3, had no finite gradient" in error and "there is no checkpoint from before them" in error
 
 
 def test_a_full_disk_is_survived_until_the_end(

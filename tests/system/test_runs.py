@@ -67,7 +67,14 @@ def test_a_run_leaves_what_is_promised(whole: Path) -> None:
     tags = {tag for line in lines for tag in line} - {"update"}
     assert tags == {
         *("train/loss", "train/nll", "train/ppl", "train/grad_norm", "train/lr", "train/loss_scale", "train/skipped"),
-        *("train/target_tokens", "collapse/source_reliance", "collapse/nll", "collapse/seconds"),
+        *(
+            "train/spikes",
+            "train/rollbacks",
+            "train/target_tokens",
+            "collapse/source_reliance",
+            "collapse/nll",
+            "collapse/seconds",
+        ),
         *("collapse/cross_share/layer_01", "collapse/cross_share/layer_02"),
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
         *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory"),

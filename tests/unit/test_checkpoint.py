@@ -137,3 +137,37 @@ def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> Non
     manifest = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
     assert manifest["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
     assert len(manifest["files"]["weights-00001.safetensors"]["sha256"]) == 64
+
+
+def test_a_run_can_be_rewound_to_an_older_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+    for update in (1, 2, 4):
+        save(store, update, best=update == 4)
+    found = store.newest(until=3)
+    assert found is not None and found.progress.update == 2 and store.newest(until=0) is None
+    for place in (7, 8):  # and again
+        store.rewind(found, Progress(update=2, epoch_update=place, best_update=1))
+        found = newest(store)
+        assert found.path.name == "update-0000002" and found.progress.epoch_update == place
+        assert found.scalars == EngineScalars(2, 8.0, 2), "all but the place is as it was"
+        assert torch.equal(found.weight("a"), torch.full((2, 3), 2.0))
+    assert store.names() == ["update-0000001", "update-0000002"]
+    assert store.open("last").progress.update == 2 and store.open("best").progress.update == 1
+    save(store, 4)
+    assert newest(store).progress.epoch_update == 0, "written anew"
+
+
+def test_rewinding_that_fails_leaves_what_there_was(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 1)
+    write, calls = module.atomic_write_text, []
+
+    def full(path: Path, text: str) -> None:
+        calls.append(path.name)
+        if path.name == "manifest.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(module, "atomic_write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.rewind(newest(store), Progress(update=1, epoch_update=7))
+    assert calls[0].startswith("state-") and newest(store).progress.epoch == 1

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_nmt.data.plan import BatchConfig, check_lengths, cut_update, grain_tokens, plan_epoch, shares
+from deepspeed_nmt.data.plan import (
+    BatchConfig,
+    check_lengths,
+    cut_update,
+    grain_tokens,
+    largest_micro_batch,
+    plan_epoch,
+    shares,
+)
 from deepspeed_nmt.errors import ConfigError
 
 
@@ -108,3 +116,34 @@ def test_a_tiny_update_is_one_grain() -> None:
 def test_shares_cover_everything_once() -> None:
     assert [list(r) for r in shares(7, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert [len(r) for r in shares(1, 4)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("update_tokens", "micro_tokens", "ranks"), [(4096, 700, 1), (8192, 1500, 3), (4096, 16384, 1), (4096, 16384, 4)]
+)
+def test_no_micro_batch_is_larger_than_the_largest_expected(
+    update_tokens: int, micro_tokens: int, ranks: int
+) -> None:
+    source, target = lengths(6000)
+    config = BatchConfig(update_tokens=update_tokens, micro_tokens=micro_tokens)
+
+    def size(group: np.ndarray) -> int:
+        return len(group) * int(np.maximum(source[group], target[group]).max()) if len(group) else 0
+
+    plan = plan_epoch(source, target, 1, 0, update_tokens)
+    largest = size(largest_micro_batch(plan, source, target, ranks, config))
+    seen = []
+    for epoch in range(2):
+        plan = plan_epoch(source, target, 1, epoch, update_tokens)
+        for update in range(len(plan)):
+            cut = cut_update(plan[update], source, target, ranks, config)
+            seen += [size(group) for groups in cut for group in groups]
+    assert max(seen) <= 1.05 * largest and largest <= micro_tokens
+    assert largest <= 1.15 * max(seen), "where updates are small it asks for no more than they do"
+
+
+def test_of_equally_large_micro_batches_the_longest_is_expected() -> None:
+    target = np.array([10] * 50 + [20] * 25, dtype=np.int32)
+    plan = plan_epoch(target, target, 1, 0, 400)
+    config = BatchConfig(update_tokens=400, micro_tokens=200)
+    assert largest_micro_batch(plan, target, target, 1, config).tolist() == list(range(50, 60))

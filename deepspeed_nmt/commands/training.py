@@ -1,0 +1,149 @@
+"""A run's training: everything it takes, put together from the newest checkpoint or from the start."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepspeed_nmt.commands.validation import ModelValidator
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
+from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.runs import CHECKPOINTS, Run, build_model, build_objective, load_weights
+from deepspeed_nmt.search import SearchConfig
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
+from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.loop import train
+from deepspeed_nmt.train.memory import probe
+from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.signals import StopRequest
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Another run that this one starts from.
+
+    Attributes:
+        run: its directory.
+        checkpoint: best, last, average, or a path.
+        grow: whether it is grown on top of; otherwise all its weights are trained on.
+    """
+
+    run: Path
+    checkpoint: str
+    grow: bool
+
+
+def train_run(
+    path: Path, config: RunConfig, data: DataDirectory, origin: Origin | None, world: World, stop: StopRequest
+) -> Progress:
+    """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once.
+
+    Args:
+        path: the run directory, begun.
+    """
+    while (progress := _take_up(path, config, data, origin, world, stop)) is None:
+        gc.collect()  # the engine and all it held
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return progress
+
+
+def _take_up(
+    path: Path, config: RunConfig, data: DataDirectory, origin: Origin | None, world: World, stop: StopRequest
+) -> Progress | None:
+    """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
+    vocabulary = data.tokenizer().vocabulary
+    store = CheckpointStore(path / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
+    checkpoint = store.newest()
+    progress = checkpoint.progress if checkpoint is not None else Progress()
+    corpus = data.corpus("train")
+    loader = TrainLoader(corpus, config.batch, config.training.seed, world.data_rank, world.data_ranks, vocabulary)
+    model = build_model(config, vocabulary)
+    model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
+    copy = build_model(config, vocabulary)
+    _initialise(model, checkpoint, origin, path, data, world)
+    parallelize(model, world)
+    objective = build_objective(config, vocabulary)
+    module = TrainModule(model, objective)
+    optimizer = build_optimizer(config.optimizer, module.to(world.device))
+    dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
+    engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
+    logger.info(
+        "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
+        f"{sum(p.numel() for p in copy.parameters()):,}",
+        f"{len(corpus):,}",
+        loader.updates_per_epoch(),
+        world.ranks,
+        world.device.type,
+        type(engine).__name__,
+    )
+    replica = Replica(copy, engine)
+    probe(config.training.probe, engine, loader)
+    if checkpoint is not None:
+        engine.restore(checkpoint, checkpoint.scalars)
+        logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    assert isinstance(config.search, SearchConfig)
+    validator = ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world)
+    monitor = CollapseMonitor(
+        config.collapse,
+        2 * config.schedule.warmup_updates,
+        data.corpus("valid"),
+        replica,
+        objective,
+        vocabulary,
+        config.batch,
+        world,
+    )
+    with Metrics(path, world.is_main, progress.update, config.training.max_updates) as metrics:
+        after = train(
+            config.training,
+            config.optimizer,
+            config.schedule,
+            engine,
+            loader,
+            validator,
+            monitor,
+            store,
+            metrics,
+            world,
+            stop,
+            progress,
+        )
+    engine.close()
+    return after
+
+
+def _initialise(
+    model: TranslationModel,
+    checkpoint: Checkpoint | None,
+    origin: Origin | None,
+    path: Path,
+    data: DataDirectory,
+    world: World,
+) -> None:
+    """Give the model the weights that the run goes on or starts with."""
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+    elif origin is not None:
+        inherited = inherit(model, Run.open(origin.run), origin.checkpoint, data, grow=origin.grow)
+        if world.is_main:
+            atomic_write_text(path / ORIGIN_FILE, json.dumps(inherited, indent=1))
+    elif any(not parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("this model has frozen parts that were trained before; give their run by --grow-from RUN")

@@ -1,0 +1,174 @@
+"""What happens to a run whose gradients stop being finite, or whose loss jumps.
+
+A skipped update is named, with the losses and the layers that are not finite. After ``training.max_skipped`` of them
+in a row the run goes back to its newest checkpoint from before, and on with the data after them. When that does not
+help it, it stops and says why. A jump of the loss is only named.
+
+Update numbers, and with them the learning rate, are those of the checkpoint; only the position in the data is the one
+where the run failed. That is written into the checkpoint, so going on from it is resuming, now or later.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.engine.base import UpdateResult
+from deepspeed_nmt.errors import CheckpointError, TrainingError
+from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+
+_SEARCH_SKIPS = 5
+"""So many skips in a row are normal while fp16 looks for its loss scale."""
+_NAMED_LAYERS = 4
+_SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
+
+_REMEDIES = (
+    "Lower optimizer.lr, lengthen schedule.warmup_updates, set optimizer.clip_norm, or use model.norm=pre, then "
+    "start again"
+)
+
+
+def worth_explaining(skipped: int, loss_scale: float) -> bool:
+    """Whether an update after so many skipped ones in a row should look for culprits if it is skipped, too."""
+    return skipped >= (1 if loss_scale == 1.0 else _SEARCH_SKIPS)
+
+
+def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters: Sequence[str], world: World) -> str:
+    """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
+
+    Args:
+        in_a_row: skipped updates up to this one.
+        parameters: all of the model's. Culprits are named from the last on, as the backward pass reaches them.
+    """
+    sums = sum_of_losses(result.sums, world)
+    losses = [name for name, value in sums.items() if not math.isfinite(value)]
+    culprits = set(gather_lists(list(result.culprits), world))
+    layers = layers_of([name for name in reversed(parameters) if name in culprits])
+    cause = f"{' and '.join(losses)} {'are' if len(losses) > 1 else 'is'} not finite" if losses else ""
+    if layers:
+        named, more = ", ".join(layers[:_NAMED_LAYERS]), len(layers) - _NAMED_LAYERS
+        where = f"the gradient of {named}{f' and {more} more' if more > 0 else ''} is not finite"
+        cause = f"{cause}; {where}" if cause else where
+    cause = cause or "the gradient is not finite"
+    if world.is_main:
+        logger.warning(
+            "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
+        )
+    return cause
+
+
+def layers_of(parameters: Sequence[str]) -> list[str]:
+    """The layers of some parameters (or what else holds them), each once, in the order they are first met."""
+    return list(dict.fromkeys(re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", name) for name in parameters))
+
+
+def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
+    """An update's sums over all ranks; ranks that share a model count once. All ranks call it together."""
+    own = {name: float(value) if world.tensor_rank == 0 else 0.0 for name, value in sums.items()}
+    return sum_over_ranks(own, world)
+
+
+def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollbacks: int, world: World) -> None:
+    """Make the newest checkpoint from before the skipped updates the one to go on from, with the data after them.
+
+    All ranks call it together.
+
+    Args:
+        progress: after the last skipped update.
+        cause: of its being skipped.
+
+    Raises:
+        TrainingError: if there is no such checkpoint, or it was done too often without getting past this place.
+    """
+    problem = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else "", world)
+    if problem:
+        raise TrainingError(
+            f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient ({cause}), "
+            f"and {problem}: the training has diverged. {_REMEDIES}"
+        )
+
+
+def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -> str:
+    """What there is against it, if it could not be done."""
+    if progress.retries >= max_rollbacks:
+        done = f"{progress.retries} rollback{'' if progress.retries == 1 else 's'} did not help ("
+        limit = f"training.max_rollbacks is {max_rollbacks}"
+        return f"{f'{done}{limit})' if progress.retries else limit}. The last checkpoint is intact"
+    try:
+        checkpoint = store.newest(until=progress.update - progress.skipped)
+        if checkpoint is None or not checkpoint.resumable:  # resumable: saved after Adam's first step
+            return f"there is no checkpoint from before them in {store.directory} to go back to"
+        store.rewind(
+            checkpoint,
+            replace(
+                checkpoint.progress,
+                epoch=progress.epoch,
+                epoch_update=progress.epoch_update,
+                train_seconds=progress.train_seconds,
+                skipped=0,
+                rollbacks=progress.rollbacks + 1,
+                retries=progress.retries + 1,
+                failed_at=max(progress.update, progress.failed_at),
+            ),
+        )
+    except (CheckpointError, OSError) as error:
+        return f"going back to a checkpoint failed ({error})"
+    logger.warning(
+        "%d updates in a row skipped: rolling back from update %d to %d, and on with the data after them "
+        "(rollback %d of %d before update %d is passed)",
+        progress.skipped,
+        progress.update,
+        checkpoint.progress.update,
+        checkpoint.progress.retries,
+        max_rollbacks,
+        checkpoint.progress.failed_at,
+    )
+    return ""
+
+
+class SpikeWatch:
+    """Notices an update whose loss is far above that of the last ones.
+
+    Args:
+        factor: times their median that is too much; 0: never.
+
+    Attributes:
+        count: spikes seen.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.count = 0
+        self._factor = factor
+        self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
+
+    def __call__(self, update: Update, result: UpdateResult, world: World) -> None:
+        """Look at an update, and warn. All ranks call it together."""
+        if self._factor == 0.0 or result.skipped:
+            return
+        loss = sum_of_losses(result.sums, world)["loss"] / update.target_tokens
+        usual = median(self._losses) if len(self._losses) >= _SPIKE_HISTORY else math.inf
+        self._losses.append(loss)
+        if loss <= self._factor * usual:
+            return
+        self.count += 1
+        if world.is_main:
+            logger.warning(
+                "update %d: its loss of %.3f nats a token is %.1f times the median of the last %d updates, %.3f "
+                "(training.spike_factor is %g)",
+                update.number,
+                loss,
+                loss / usual,
+                len(self._losses) - 1,
+                usual,
+                self._factor,
+            )

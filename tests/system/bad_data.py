@@ -1,0 +1,50 @@
+"""Training on data some of which gives NaN.
+
+As a program, one rank of such a run. Its arguments: those updates of the first epoch that are bad, from 0 and
+separated by commas; the data directory; the words of the command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.plan import plan_epoch
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+
+UPDATE_TOKENS = 600
+_sound = LabelSmoothed.__call__
+
+
+def bad_loss(data: Path, updates: set[int]) -> object:
+    """What to put in the place of ``LabelSmoothed.__call__``: the loss of whatever is wholly part of one of these
+    updates of the first epoch is NaN.
+    """
+    corpus = Corpus(data, "train")
+    plan = plan_epoch(corpus.source_lengths, corpus.target_lengths, 1, 0, UPDATE_TOKENS)
+    assert len(plan) > max(updates) + 1
+    bad = [set(plan[update].tolist()) for update in updates]
+
+    def call(
+        self: LabelSmoothed, model: TranslationModel, passes: object, batch: Batch, divergence: float
+    ) -> LossOutput:
+        output = _sound(self, model, passes, batch, divergence)  # type: ignore[arg-type]
+        ids = set(batch.sentence_ids_B.tolist())
+        if not model.training or not any(ids <= sentences for sentences in bad):
+            return output
+        return LossOutput(output.loss * torch.nan, output.nll, output.terms)
+
+    return call
+
+
+if __name__ == "__main__":
+    bad_updates = {int(number) for number in sys.argv[1].split(",")}
+    LabelSmoothed.__call__ = bad_loss(Path(sys.argv[2]), bad_updates)  # type: ignore[method-assign, assignment]
+    sys.exit(main(sys.argv[3:]))

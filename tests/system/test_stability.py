@@ -1,0 +1,171 @@
+"""Runs that fail on the way: rolled back past the bad data, or stopped with an explanation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands import training
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.support import ROOT, run_ranks
+from tests.system.bad_data import bad_loss
+
+# Updates 6 to 8 are bad, the checkpoint before them is that of update 4.
+BAD = {5, 6, 7}
+PATIENT = ["training.max_skipped=3", "training.log_every=1"]
+
+
+def words(data: Path, run: Path, *settings: str) -> list[str]:
+    return ["train", "--data", str(data), "--run", str(run), *settings]
+
+
+def newest(run: Path) -> Checkpoint:
+    return Checkpoint(sorted(run.glob("checkpoints/update-*"))[-1])
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Two runs ended alike to the bit, moments and place in the data included."""
+    first, second = newest(run), newest(other)
+    assert first.scalars == second.scalars
+    for name, weight in first.weights().items():
+        assert torch.equal(weight, second.weight(name)), name
+        assert torch.equal(first.moment(name, "exp_avg_sq"), second.moment(name, "exp_avg_sq")), name
+    times = {"train_seconds": 0.0}
+    assert {**vars(first.progress), **times} == {**vars(second.progress), **times}
+
+
+@pytest.fixture
+def bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the data is bad."""
+    monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, BAD))
+
+
+@pytest.fixture(scope="module")
+def rolled_back(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of twelve updates that met bad data, undisturbed otherwise. Its log is in log.txt."""
+    from tests.system.conftest import SMALL
+
+    run = tmp_path_factory.mktemp("rolled_back") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LabelSmoothed, "__call__", bad_loss(data, BAD))
+        assert main(words(data, run, *SMALL, *PATIENT)) == 0
+    return run
+
+
+def test_a_run_goes_back_and_on_past_bad_data(rolled_back: Path) -> None:
+    end = newest(rolled_back)
+    assert all(torch.isfinite(weight).all() for weight in end.weights().values())
+    progress = end.progress
+    assert (progress.update, progress.rollbacks, progress.retries, progress.failed_at) == (12, 1, 0, 8)
+    assert end.scalars.optimizer_step == 12, "as many steps as updates: what was skipped is forgotten"
+    assert [path.name[-2:] for path in sorted(rolled_back.glob("checkpoints/update-*"))] == ["04", "08", "12"]
+    lines = [json.loads(line) for line in (rolled_back / "metrics.jsonl").read_text().splitlines()]
+    updates = [line["update"] for line in lines if "train/loss" in line]
+    assert updates == list(range(1, 13)), "one continuous log"
+    rollbacks = [line["train/rollbacks"] for line in lines if "train/loss" in line]
+    assert rollbacks == [0.0] * 4 + [1.0] * 8
+
+
+def test_every_skip_and_the_rollback_are_named(
+    data: Path, bad: None, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 0
+    error = capsys.readouterr().err
+    for in_a_row, update in enumerate((6, 7, 8), 1):
+        assert f"update {update} skipped: loss is not finite; the gradient of decoder.final_norm, " in error
+        assert f" more is not finite (loss scale 1, {in_a_row} in a row)" in error
+    assert "3 updates in a row skipped: rolling back from update 8 to 4, and on with the data after them" in error
+    assert "(rollback 1 of 2 before update 8 is passed)" in error
+    assert "resuming after update 4" in error
+    progress = Checkpoint(tmp_path / "run" / "checkpoints" / "update-0000004").progress
+    assert (progress.update, progress.epoch, progress.epoch_update) == (4, 0, 8), "after the bad data"
+
+
+@pytest.mark.parametrize("stop_at", [7, 10], ids=["while skipping", "after the rollback"])
+def test_stopped_and_resumed_it_is_the_same_run(
+    data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], stop_at: int
+) -> None:
+    run = tmp_path / "run"
+    settings = [*small, *PATIENT, "training.validate_every=100", "training.save_every=4"]
+    assert main(words(data, run, *settings, f"training.max_updates={stop_at}")) == 0
+    assert main(words(data, run, *settings)) == 0
+    straight = tmp_path / "straight"
+    assert main(words(data, straight, *settings)) == 0
+    for directory in (run, straight):  # the end of a run is validated, so one was more often
+        progress = newest(directory).progress
+        assert (progress.update, progress.rollbacks) == (12, 1)
+    for name, weight in newest(run).weights().items():
+        assert torch.equal(weight, newest(straight).weight(name)), name
+
+
+def test_killed_between_rollback_and_next_checkpoint(
+    data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.gc, "collect", killed)
+        assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 130
+    assert newest(tmp_path / "run").progress.update == 4
+    assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 0
+    assert_same(tmp_path / "run", rolled_back)
+
+
+def test_without_progress_it_stops_and_says_why(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, set(range(5, 10))))
+    settings = [*small, "training.max_skipped=2", "training.max_rollbacks=1", "training.save_every=1"]
+    assert main(words(data, run, *settings)) == 1
+    error = capsys.readouterr().err
+    assert error.count("rolling back from update 7 to 5") == 1
+    assert "stopped: 2 updates in a row, up to update 7, had no finite gradient (loss is not finite" in error
+    assert "1 rollback did not help (training.max_rollbacks is 1). The last checkpoint is intact" in error
+    assert "Lower optimizer.lr" in error
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_ranks_go_back_together(data: Path, tmp_path: Path, small: list[str], stage: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
+    settings = [*small, *PATIENT, f"engine.ds_config={stage}"]
+    outputs = run_ranks([*worker, *words(data, run, *settings)], 2, run, timeout=150)
+    assert outputs[0].count("rolling back from update 8 to 4") == 1 and "rolling back" not in outputs[1]
+    assert "update 6 skipped: loss is not finite (" in outputs[0]
+    assert "update 7 skipped: loss is not finite; the gradient of decoder.final_norm, " in outputs[0]
+    end = newest(run)
+    assert all(torch.isfinite(weight).all() for weight in end.weights().values())
+    assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
+
+
+def test_a_probe_changes_nothing(data: Path, tmp_path: Path, small: list[str]) -> None:
+    without, probed = tmp_path / "without", tmp_path / "probed"
+    assert main(words(data, without, *small, "training.max_updates=6")) == 0
+    for last in (3, 6):
+        assert main(words(data, probed, *small, "training.probe=always", f"training.max_updates={last}")) == 0
+    for name, weight in newest(without).weights().items():
+        assert torch.equal(weight, newest(probed).weight(name)), name
+
+
+def test_too_little_memory_stops_with_advice(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(PlainEngine, "_backward", full)
+    assert main(words(data, tmp_path / "run", *small, "training.probe=always")) == 1
+    assert "stopped: the largest micro-batch that can come must fit into RAM" in capsys.readouterr().err
+    assert main(words(data, tmp_path / "run", *small, "training.probe=never")) == 1
+    error = capsys.readouterr().err
+    assert "stopped: update 1 must fit into RAM, but memory ran out with" in error
+    assert "Lower batch.micro_tokens" in error and "Traceback" not in error

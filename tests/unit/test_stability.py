@@ -1,0 +1,113 @@
+"""What is said of updates that are skipped, of culprits and of spikes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.loader import Cursor, TrainLoader, Update
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine.base import UpdateResult
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.stability import SpikeWatch, layers_of, report_skip, roll_back, worth_explaining
+from tests.support import random_corpus
+
+WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
+V = Vocabulary(50)
+
+
+def update(number: int = 1, tokens: int = 10) -> Update:
+    return Update(number, [], tokens, 0, 0, Cursor())
+
+
+def result(loss: float, skipped: bool = False, scale: float = 1.0, culprits: tuple[str, ...] = ()) -> UpdateResult:
+    return UpdateResult({"loss": torch.tensor(loss), "nll": torch.tensor(1.0)}, 1.0, skipped, scale, culprits)
+
+
+def engine(precision: str = "fp32") -> PlainEngine:
+    """A model of three and three layers, the second decoder layer of which gives a gradient that is not finite."""
+    torch.manual_seed(1)
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=3, decoder_layers=3, dropout=0.0)
+    model = build_transformer(config, V)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.inf
+
+    model.decoder.layers[1].feed_forward.down_proj.weight.register_hook(spoil)
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
+    return PlainEngine(module, optimizer, 1.0, precision, WORLD)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "explain", "named"), [("fp32", False, True), ("fp16", False, False), ("fp16", True, True)]
+)
+def test_culprits_are_named_unless_the_loss_scale_may_be_one(
+    tmp_path: Path, precision: str, explain: bool, named: bool
+) -> None:
+    loader = TrainLoader(
+        random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=300), 1, 0, 1, V
+    )
+    first = next(loader.updates(Cursor(), 1))
+    found = engine(precision).update(first.micro_batches, first.target_tokens, 1e-3, explain)
+    assert found.skipped
+    assert found.culprits == (("decoder.layers.1.feed_forward.down_proj.weight",) if named else ())
+
+
+def test_when_an_explanation_is_worth_it() -> None:
+    assert [worth_explaining(skipped, 1.0) for skipped in (0, 1)] == [False, True]
+    assert [worth_explaining(skipped, 1024.0) for skipped in (0, 1, 4, 5)] == [False, False, False, True]
+
+
+def test_layers_of_parameters() -> None:
+    names = ["decoder.final_norm.weight", "decoder.final_norm.bias", "decoder.layers.10.cross_attention.q_proj.bias"]
+    names += ["decoder.layers.10.feed_forward.up_proj.weight", "decoder.layers.1.residual.norm.weight"]
+    names += ["source_embedding.weight"]
+    layers = ["decoder.final_norm", "decoder.layers.10", "decoder.layers.1", "source_embedding"]
+    assert layers_of(names) == layers
+
+
+def test_a_skip_names_losses_and_the_first_layers(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [f"decoder.layers.{layer}.x.weight" for layer in range(12)]
+    cause = report_skip(update(7), result(torch.nan, True, 1.0, tuple(parameters[3:9])), 3, parameters, WORLD)
+    layers = "decoder.layers.8, decoder.layers.7, decoder.layers.6, decoder.layers.5 and 2 more"
+    assert cause == f"loss is not finite; the gradient of {layers} is not finite"
+    assert f"update 7 skipped: {cause} (loss scale 1, 3 in a row)" in caplog.text
+    assert report_skip(update(8), result(1.0, True, 256.0), 1, parameters, WORLD) == "the gradient is not finite"
+
+
+def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    bad = Progress(update=30, skipped=20)
+    with pytest.raises(
+        TrainingError, match=r"^20 updates in a row, up to update 30.* \(why\), and there is no checkp"
+    ):
+        roll_back(store, bad, "why", 2, WORLD)
+    with pytest.raises(TrainingError, match=r"training.max_rollbacks is 0\. The last checkpoint is intact"):
+        roll_back(store, bad, "why", 0, WORLD)
+    with pytest.raises(TrainingError, match=r"2 rollbacks did not help \(training.max_rollbacks is 2\)"):
+        roll_back(store, Progress(update=30, skipped=20, retries=2), "why", 2, WORLD)
+
+
+def test_spikes_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    watch = SpikeWatch(2.0)
+    losses = [50.0, *[30.0] * 20, 61.0, 59.0, torch.nan, 30.0]
+    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
+        for number, loss in enumerate(losses, 1):
+            watch(update(number), result(loss, skipped=loss != loss), WORLD)
+    assert watch.count == 1 and len(caplog.records) == 1
+    assert "update 22: its loss of 6.100 nats a token is 2.0 times the median of the last 21 updates" in caplog.text
+    silent = SpikeWatch(0.0)
+    for number in range(30):
+        silent(update(number), result(1e9 if number == 29 else 1.0), WORLD)
+    assert silent.count == 0
