@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "engine": {"core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
+    "planning": {"core"},
 }
 COMPOSITION = {"cli", "commands", "config", "inherit", "runs", "__main__"}
 DISTRIBUTED = {"parallel"}
