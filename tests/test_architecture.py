@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "evaluate": set(),
     "planning": {"core"},
 }
-COMPOSITION = {"cli", "commands", "config", "inherit", "runs", "__main__"}
+COMPOSITION = {"cli", "commands", "config", "inherit", "parity", "runs", "selftest", "__main__"}
 DISTRIBUTED = {"parallel"}
 
 

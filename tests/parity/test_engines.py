@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT, random_corpus, run_ranks
+from deepspeed_nmt.parity import write_corpus
+from tests.support import ROOT, run_ranks
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
@@ -44,7 +45,7 @@ Reports = Callable[[str, Ranks], dict[str, Any]]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """A function: what each engine reported of a method on so many ranks, by the engine's name."""
     directory: Path = tmp_path_factory.mktemp("engines")
-    random_corpus(directory, pairs=300, vocab=60, seed=1)
+    write_corpus(directory)
 
     @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
