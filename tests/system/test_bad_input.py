@@ -132,7 +132,7 @@ def test_translate_and_average_say_what_is_missing(
         ["average", "--run", str(run), "--last", "5"], capsys
     )
     shutil.rmtree(run / "checkpoints")
-    assert "has no best checkpoint" in refused([*words, source], capsys)
+    assert "must hold a checkpoint, but is empty; train first" in refused([*words, source], capsys)
 
 
 def test_a_start_that_failed_binds_nobody(
