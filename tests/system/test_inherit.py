@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     grow = ["--grow-from", str(bottom)]
     assert "--grow-from needs a model that grows" in refused(*grow)
     error = refused(*GROW, *grow, "model.dim=16")
-    assert "the bottom must have the shape of" in error and "32" in error and "16" in error
+    assert f"the bottom must be that of {bottom}, but model.dim is 32 there and 16 here; make" in error
     error = refused("--init-from", str(bottom), "model.encoder_layers=1")
     assert "is only there" in error
     other, text = tmp_path / "other", data.parent / "text"
@@ -104,6 +105,103 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     assert "objective.multi_softmax trains many exits" in refused(
         *GROW, *grow, "objective.label_smoothed=null", "objective.multi_softmax.exits=all"
     )
+
+
+def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
+    """A copy of a run that says it was trained with other settings."""
+    shutil.copytree(run, to)
+    config = yaml.safe_load((to / "config.yaml").read_text())
+    for name, settings in sections.items():
+        config[name].update(settings)
+    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    return to
+
+
+RECURRENT = {"name": "recurrent", "encoder_loops": 2}
+
+
+@pytest.mark.parametrize(
+    ("option", "sections", "message"),
+    [
+        ("--grow-from", {"model": {"heads": 2}}, "but model.heads is 2 there and 4 here; make these settings those"),
+        ("--grow-from", {"model": {"norm": "deepnorm"}}, "but model.norm is deepnorm there and pre here"),
+        ("--grow-from", {"model": RECURRENT}, "has model.name=recurrent, which cannot be grown"),
+        (
+            "--grow-from",
+            {"layer": {"name": "cross_attention_drop", "drop_depth": 1}},
+            "(layer.drop_ratio=1 or layer.beyond=1); such runs cannot be grown",
+        ),
+        ("--init-from", {"model": {"activation": "gelu"}}, "but model.activation is gelu there and relu here"),
+    ],
+)
+def test_another_network_of_the_same_shape_is_refused(
+    data: Path,
+    bottom: Path,
+    tmp_path: Path,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    sections: dict[str, dict[str, object]],
+    message: str,
+) -> None:
+    other = variant(bottom, tmp_path / "other", **sections)
+    grow = GROW if option == "--grow-from" else []
+    assert main(words(data, tmp_path / "run", *small, *grow, option, str(other))) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_weights_of_another_walk_are_taken_with_a_warning(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = variant(bottom, tmp_path / "other", model={**RECURRENT, "dropout": 0.3})
+    assert main(words(data, tmp_path / "run", *small, "--init-from", str(other), "training.max_updates=1")) == 0
+    error = capsys.readouterr().err
+    assert "model.encoder_loops is 2 there and unset here and model.name is recurrent there" in error
+    assert "were trained as another network" in error and "dropout" not in error
+
+
+def test_a_run_goes_on_with_the_origin_it_has(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", variant(bottom, tmp_path / "other")
+    command = words(data, run, *small)
+    start = ["--init-from", str(bottom)]
+
+    def refused(*more: str, where: list[str] = command) -> str:
+        capsys.readouterr()
+        assert main([*where, *more]) == 2
+        return capsys.readouterr().err
+
+    assert "give one of them, too" in refused("--from-checkpoint", "last")
+    assert main([*command, *start, "training.max_updates=1"]) == 0
+    assert main([*command, *start, "training.max_updates=2"]) == 0, "the same command again"
+    assert main([*command, "training.max_updates=3"]) == 0
+    error = refused("--init-from", str(other))
+    assert (
+        f"began with --init-from {bottom.resolve()} --from-checkpoint best, but now" in error and str(other) in error
+    )
+    assert "leave --init-from out to go on" in error
+    assert "but now --init-from is" in refused(*start, "--from-checkpoint", "last")
+    assert "but now --grow-from is" in refused("--grow-from", str(bottom))
+    assert "has begun without it" in refused(*start, where=words(data, other, *small))
+
+
+def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main(words(data, tmp_path / "run", *small, *more)) == 2
+        return capsys.readouterr().err
+
+    assert "--grow-from must be a directory made by `train`" in refused(*GROW, "--grow-from", str(tmp_path / "nope"))
+    start = ["--init-from", str(bottom)]
+    assert "--from-checkpoint must be best, last, average or the path" in refused(*start, "--from-checkpoint", "nope")
+    other = variant(bottom, tmp_path / "other")
+    (other / "checkpoints" / "best").unlink()
+    assert "use --from-checkpoint last" in refused("--init-from", str(other))
+    shutil.rmtree(other / "checkpoints")
+    assert "must hold a checkpoint, but is empty; train first" in refused("--init-from", str(other))
 
 
 def test_a_model_of_many_exits_translates_at_each(
