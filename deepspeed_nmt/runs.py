@@ -32,6 +32,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
@@ -119,6 +120,18 @@ class Run:
         load_weights(model, checkpoint)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
         return model.eval()
+
+    def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
+        """Whether training looked at an exit of the run's model, which has so many stages. What a grown run calls
+        ``deep`` and ``shallow`` was trained, one after the other.
+        """
+        encoder, both, decoder = exit.partition("-")
+        if not both:
+            return True
+        many = self.config.objective.get("multi_softmax")
+        if isinstance(many, MultiSoftmaxConfig):
+            return many.trains(int(encoder), int(decoder), stages)
+        return (int(encoder), int(decoder)) == stages
 
 
 def has_begun(path: Path) -> bool:

@@ -204,8 +204,91 @@ def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
     assert "must hold a checkpoint, but is empty; train first" in refused("--init-from", str(other))
 
 
+@pytest.fixture(scope="module")
+def grown(data: Path, bottom: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grown run that was validated by deep-shallow search."""
+    from tests.system.conftest import SMALL
+
+    run = tmp_path_factory.mktemp("grown") / "run"
+    more = ["--grow-from", str(bottom), "training.max_updates=1", "search.name=deep_shallow"]
+    assert main(words(data, run, *SMALL, *GROW, *more)) == 0
+    return run
+
+
+def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path
+) -> None:
+    assert translated(data, grown, tmp_path, "--exit", "shallow") == translated(data, bottom, tmp_path)
+    deep = translated(data, grown, tmp_path, "--exit", "deep")
+    assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, "an ensemble has no two nets"
+
+
+def test_rerank_takes_both_exits_of_one_run(
+    data: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(data.parent / "text" / "test.en")
+    command = ["translate", "--run", str(grown), "--checkpoint", "last", "--input", source, "--output", "-"]
+
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main([*command, "--rerank", "deep-shallow", *more]) == 2
+        return capsys.readouterr().err
+
+    assert "takes one --run, but 2 are given" in refused("--run", str(grown))
+    assert "decodes from two exits, --exit from one; give one of them" in refused("--exit", "shallow")
+    assert "--encoder-layers or --decoder-layers from one" in refused("--encoder-layers", "1")
+
+
+def test_each_run_of_an_ensemble_is_cut_by_its_own_depth(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    deeper = tmp_path / "deeper"
+    more = ["model.decoder_layers=3", "--init-from", str(bottom), "training.max_updates=1"]
+    assert main(words(data, deeper, *small, *more)) == 0
+    capsys.readouterr()
+    assert translated(data, bottom, tmp_path, "--run", str(deeper), "--encoder-layers", "1").count("\n") == 20
+    error = capsys.readouterr().err
+    assert error.count("was not trained at exit") == 2
+    assert f"{bottom} was not trained at exit 1-2" in error and f"{deeper} was not trained at exit 1-3" in error
+    source = str(data.parent / "text" / "test.en")
+    command = ["translate", "--checkpoint", "last", "--input", source, "--output", "-", "--decoder-layers"]
+    assert main([*command, "3", "--run", str(bottom), "--run", str(deeper)]) == 2
+    assert f"error: {bottom}: the exit must be n-m with" in capsys.readouterr().err
+    assert main([*command, "1", "--run", str(bottom), "--run", str(grown)]) == 2
+    assert f"error: {grown}: the exit must be shallow or deep" in capsys.readouterr().err
+
+
+def test_report_depths_says_what_it_needs(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = data.parent / "text"
+    command = ["report", "depths", "--checkpoint", "last", "--input", str(text / "test.en")]
+    command += ["--reference", str(text / "test.de"), "--out"]
+
+    def refused(out: Path, *more: str, run: Path = bottom) -> str:
+        capsys.readouterr()
+        assert main([*command, str(out), "--run", str(run), *more]) == 2
+        error = capsys.readouterr().err
+        assert "update" not in error or run == grown, "before the model is even loaded"
+        return error
+
+    picture = tmp_path / "depths.png"
+    for loss in ("-1", "nan", "inf"):
+        assert "--max-loss must be a number of BLEU points from 0 up" in refused(picture, "--max-loss", loss)
+    assert "--out must end in .png, .svg or .pdf" in refused(tmp_path / "depths")
+    assert "--out must be a file, but" in refused(tmp_path)
+    assert "was grown; translate with --exit shallow and --exit deep" in refused(picture, run=grown)
+    assert main([*command, str(picture), "--run", str(bottom)]) == 0
+    assert "was trained at 1 of its 4 depths only (2-2)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]
+
+
 def test_a_model_of_many_exits_translates_at_each(
-    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+    data: Path,
+    tmp_path: Path,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     exits = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x1"]
@@ -213,7 +296,10 @@ def test_a_model_of_many_exits_translates_at_each(
     log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert "train/mean_exit_nll" in log[0]
     whole = translated(data, run, tmp_path)
+    capsys.readouterr()
     assert translated(data, run, tmp_path, "--encoder-layers", "2", "--decoder-layers", "2") == whole
+    assert translated(data, run, tmp_path, "--exit", "1-2")
+    assert "was not trained at exit" not in capsys.readouterr().err
     assert translated(data, run, tmp_path, "--decoder-layers", "1") == translated(
         data, run, tmp_path, "--exit", "2-1"
     )
@@ -221,8 +307,19 @@ def test_a_model_of_many_exits_translates_at_each(
     picture = tmp_path / "depths.svg"
     report = ["report", "depths", "--run", str(run), "--checkpoint", "last", "--input", str(text / "test.en")]
     report += ["--reference", str(text / "test.de"), "--out", str(picture)]
+    batches: list[int] = []
+    from deepspeed_nmt.search import translate as module
+
+    def counted(model: object, tokenizer: object, lines: list[str], *more: object, **named: object) -> object:
+        batches.append(len(lines))
+        return translate_lines(model, tokenizer, lines, *more, **named)
+
+    translate_lines = module.translate_lines
     capsys.readouterr()
-    assert main([*report, "--json", "--oracle"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "translate_lines", counted)
+        assert main([*report, "--json", "--oracle"]) == 0
+    assert batches == [8, 20, 20, 20, 20], "a few sentences first, untimed"
     found = json.loads(capsys.readouterr().out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
