@@ -142,8 +142,9 @@ def test_a_start_that_failed_binds_nobody(
     refused(
         train_words(data, run, *small, "batch.micro_tokens=10", "model.ffn_dim=128", "optimizer.beta2=0.9"), capsys
     )
+    (run / "origin.json").write_text("{}")
     assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
-    assert "beta2: 0.98" in (run / "config.yaml").read_text()
+    assert "beta2: 0.98" in (run / "config.yaml").read_text() and not (run / "origin.json").exists()
 
 
 def test_a_lost_record_of_the_data_is_named_with_a_remedy(
