@@ -12,7 +12,6 @@ the same run directory resumes the run. It exits with 75 when a signal stopped i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -30,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="start from another run's weights (fine-tuning)")
     start.add_argument("--grow-from", type=Path, metavar="RUN", help="grow on top of another run, which stays frozen")
-    parser.add_argument(
-        "--from-checkpoint", default="best", metavar="C", help="of that run: best, last, average, or a path [best]"
-    )
+    parser.add_argument("--from-checkpoint", metavar="C", help="of that run: best, last, average, or a path [best]")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of everything")
 
 
@@ -48,19 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.data.loader import TrainLoader, collate
     from deepspeed_nmt.engine import build_engine
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.files import atomic_write_text
-    from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
+    from deepspeed_nmt.inherit import check_origin, inherit, write_origin
     from deepspeed_nmt.parallel.collectives import barrier
     from deepspeed_nmt.parallel.tensor import parallelize
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import (
         CHECKPOINTS,
         CONFIG_FILE,
-        Run,
         RunLock,
         begin,
         build_model,
         build_objective,
+        has_begun,
         load_weights,
     )
     from deepspeed_nmt.search import SearchConfig
@@ -72,10 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.train.replica import Replica
     from deepspeed_nmt.train.signals import StopRequest
 
-    base = arguments.config
-    resumed_config = arguments.run / CONFIG_FILE
-    if arguments.recipe is None and base is None and resumed_config.is_file():
-        base = resumed_config  # `train --run RUN` alone goes on as it was
+    origin, grow = arguments.init_from or arguments.grow_from, arguments.grow_from is not None
+    if arguments.from_checkpoint is not None and origin is None:
+        raise ConfigError("--from-checkpoint is of the run of --init-from or --grow-from; give one of them, too")
+    which = arguments.from_checkpoint or "best"
+    base, begun = arguments.config, has_begun(arguments.run)
+    if arguments.recipe is None and base is None and begun:
+        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
+    if begun and origin is not None:
+        check_origin(arguments.run, origin, which, grow=grow)
     config = load_config(arguments.recipe, base, arguments.settings)
     data = DataDirectory.open(arguments.data)
 
@@ -105,14 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
             model = build_model(config, vocabulary)
             model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
             copy = build_model(config, vocabulary)
-            origin = arguments.init_from or arguments.grow_from
             if checkpoint is not None:
                 load_weights(model, checkpoint)
             elif origin is not None:
-                grow = arguments.grow_from is not None
-                inherited = inherit(model, Run.open(origin), arguments.from_checkpoint, data, grow=grow)
+                inherited = inherit(model, config, origin, which, data, grow=grow)
                 if world.is_main:
-                    atomic_write_text(arguments.run / ORIGIN_FILE, json.dumps(inherited, indent=1))
+                    write_origin(arguments.run, inherited)
             elif any(not parameter.requires_grad for parameter in model.parameters()):
                 raise ConfigError(
                     "this model has frozen parts that were trained before; give their run by --grow-from RUN"
