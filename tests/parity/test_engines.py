@@ -96,3 +96,11 @@ def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, n
     reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [each[1:] for each in ALL if each[0] == "growing"])
+def test_a_frozen_bottom_keeps_its_bits(reports: Reports, ranks: Ranks, name: str) -> None:
+    reference, ours = reports("growing", 1)["plain"]["weights"], reports("growing", ranks)[name]["weights"]
+    frozen = [parameter for parameter in reference if parameter.startswith("bottom.")]
+    assert len(frozen) > 20
+    assert all(ours[parameter] == reference[parameter] for parameter in frozen)
