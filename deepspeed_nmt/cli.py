@@ -18,7 +18,7 @@ from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
 # They are imported only when asked for: `score` should not wait for torch and DeepSpeed.
 _SETTING = re.compile(r"[\w.]+=")
 
-COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report")
+COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

@@ -191,7 +191,7 @@ def _validate(merged: dict[str, Any], problems: list[str]) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     config = RunConfig(**sections)
-    if contradictions := problems_of(config.model, config.layer, config.objective):
+    if contradictions := problems_of(config.model, config.layer, config.objective, config.search):
         raise ConfigError(contradictions)
     return config
 
@@ -253,7 +253,11 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
 
 
 def _unknown(key: str, section: str) -> str:
-    """`there is no setting x; did you mean y?`, looking for the key's last part in every section."""
+    """`there is no setting x; did you mean y?`, looking for the key's last part in every section; or, where there is
+    such a setting under another `name` of the section, which name that is.
+    """
+    if names := _names_with(key):
+        return f"{key} is a setting of {' or '.join(names)} only; give that, too, or leave it out"
     last = key.rsplit(".", 1)[-1]
     known = list(_all_keys())
     same = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
@@ -261,6 +265,15 @@ def _unknown(key: str, section: str) -> str:
         return f"there is no setting '{key}'; did you mean '{same[0]}'?"
     inside = [candidate for candidate in known if section and candidate.startswith(section + ".")]
     return f"there is no setting '{key}'{did_you_mean(key, inside or known)}"
+
+
+def _names_with(key: str) -> list[str]:
+    """`section.name=...` for each name under which a section has the setting ``key``."""
+    section, _, field = key.partition(".")
+    if section not in _BY_NAME:
+        return []
+    registry, _default = _BY_NAME[section]
+    return [f"{section}.name={name}" for name in registry if field in registry[name].config.model_fields]
 
 
 def _all_keys() -> Iterator[str]:

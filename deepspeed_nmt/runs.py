@@ -1,6 +1,6 @@
 """A run on disk: what it was told, what it learned, and how to open it again.
 
-config.yaml  data.json  environment.json  vocabulary.model  vocabulary.json
+config.yaml  data.json  environment.json  origin.json  vocabulary.model  vocabulary.json
 metrics.jsonl  tensorboard/  checkpoints/
 """
 
@@ -12,11 +12,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,9 +32,12 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
+ORIGIN_FILE = "origin.json"
+"""Where the run's first weights came from, if from another run."""
 
 # What a run cannot change on the way and still be the same run.
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
@@ -89,15 +93,18 @@ class Run:
     tokenizer: Tokenizer
 
     @classmethod
-    def open(cls, path: Path) -> Run:
+    def open(cls, path: Path, option: str = "--run") -> Run:
         """Open the directory of a run for reading.
+
+        Args:
+            option: by which the user named it, for messages.
 
         Raises:
             ConfigError: if it is not one.
         """
         if not (path / CONFIG_FILE).is_file():
             what = "has no config.yaml" if path.is_dir() else "does not exist"
-            raise ConfigError(f"--run must be a directory made by `train`, but {path} {what}")
+            raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
         return cls(path, load_config(file=path / CONFIG_FILE), Tokenizer.from_directory(path))
 
     @property
@@ -114,6 +121,23 @@ class Run:
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
         return model.eval()
 
+    def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
+        """Whether training looked at an exit of the run's model, which has so many stages. What a grown run calls
+        ``deep`` and ``shallow`` was trained, one after the other.
+        """
+        encoder, both, decoder = exit.partition("-")
+        if not both:
+            return True
+        many = self.config.objective.get("multi_softmax")
+        if isinstance(many, MultiSoftmaxConfig):
+            return many.trains(int(encoder), int(decoder), stages)
+        return (int(encoder), int(decoder)) == stages
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a run has learned anything. Until then, a start that failed or was thought better of binds nobody."""
+    return (path / CONFIG_FILE).is_file() and bool(CheckpointStore(path / CHECKPOINTS).names())
+
 
 def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
     """Write down what a run is, or check that it is still the same.
@@ -122,9 +146,9 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         ConfigError: if a setting differs that cannot change on the way; all such are listed.
         DataError: if the data is not what the run began with.
     """
-    # Until something has been learned, a start that failed or was thought better of binds nobody.
-    if not (path / CONFIG_FILE).is_file() or not CheckpointStore(path / CHECKPOINTS).names():
+    if not has_begun(path):
         path.mkdir(parents=True, exist_ok=True)
+        (path / ORIGIN_FILE).unlink(missing_ok=True)
         data.tokenizer().save(path)
         atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
         atomic_write_text(path / CONFIG_FILE, config.to_yaml())
@@ -135,7 +159,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
 
 
 def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
-    recorded = json.loads((path / DATA_FILE).read_text(encoding="utf-8"))
+    recorded = read_record(path / DATA_FILE, ("path", "fingerprint"))
     if recorded["fingerprint"] != data.fingerprint:
         raise DataError(
             f"{data.path} must hold the data that {path} began with (from {recorded['path']}), but it has changed; "
@@ -151,6 +175,23 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """One of a run's JSON files.
+
+    Raises:
+        DataError: if it is missing, cannot be read, or lacks a key.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return {**content, **{key: content[key] for key in keys}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "is not" if file.is_file() else "is missing"
+        raise DataError(
+            f"{file} must be what `train` wrote when the run began, but {what}; restore it from a copy, or start a "
+            f"new run with another --run directory (--init-from {file.parent} takes over the weights)"
+        ) from error
 
 
 def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:

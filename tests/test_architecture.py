@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "engine": {"core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
+    "planning": {"core"},
 }
-COMPOSITION = {"cli", "commands", "config", "inherit", "runs", "__main__"}
+COMPOSITION = {"cli", "commands", "config", "inherit", "parity", "runs", "selftest", "__main__"}
 DISTRIBUTED = {"parallel"}
 
 

@@ -27,7 +27,7 @@ def depth(encoder: int, decoder: int) -> list[str]:
 
 TOP = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
 LOOPS = ["model.name=recurrent", "model.encoder_loops=2", "model.decoder_loops=2"]
-EXITS = ["objective.label_smoothed=null", "objective.multi_softmax.exits=all"]
+EXITS = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x2"]
 PAIRS = [(4, 4), (4, 2), (2, 2)]
 
 ARMS = {
@@ -51,8 +51,8 @@ ARMS = {
 }
 # The longest first; an arm that grows comes after the one it grows from.
 JOBS = [
-    *("layers4:1", "multi4x4:1", "layers3:1", "grown3+1:1", "layers4_long:1", "layers8:1", "recurrent4x2:1"),
-    *("layers3_long:1", "layers4-2:1", "layers2:1"),
+    *("layers4:1", "multi4x4:1", "layers8:1", "recurrent4x2:1", "layers3:1", "grown3+1:1", "layers4-2:1"),
+    *("layers2:1", "layers4_long:1", "layers3_long:1"),
 ]
 
 

@@ -1,4 +1,9 @@
-"""Tell what a recipe needs, without building it: for now, how many parameters it has.
+"""Tell what a recipe needs, without building it: parameters, memory of each GPU by part, work, and what to set.
+
+    deepspeed-nmt plan --recipe deep_decoder_big_54 --gpu v100-32g --num-gpus 32
+
+Memory is counted by carrying out an update of the model on torch's meta device, where tensors have shapes only; see
+docs/planning.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.
 
 A sweep is a small grid of settings around a recipe, one of the papers' figures for example. `--sweep` lists its
 points; with `--point I` it prints one as arguments for `train`:
@@ -11,8 +16,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-HELP = "count the parameters of a recipe, or list a sweep"
+if TYPE_CHECKING:
+    from deepspeed_nmt.config import RunConfig
+    from deepspeed_nmt.planning.advice import Plan
+    from deepspeed_nmt.planning.gpus import Gpu
+
+HELP = "tell what a recipe needs of a machine, or list a sweep"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--sweep", metavar="S", help="a named grid of settings around a recipe")
     parser.add_argument("--point", type=int, metavar="I", help="print point I of the sweep, from 1, for `train`")
     parser.add_argument("--vocab-size", type=int, default=32000, metavar="V", help="tokens of the vocabulary [32000]")
+    parser.add_argument("--gpu", metavar="G", help="plan memory and speed for this GPU")
+    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="so many of them [1]")
+    parser.add_argument("--mfu", type=float, default=0.3, metavar="U", help="share of the GPU's peak to expect [0.3]")
     parser.add_argument("--json", action="store_true", help="one JSON object for each recipe or point, one a line")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of the recipe")
 
@@ -30,14 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Count on the meta device, where parameters have shapes and no memory."""
     import json
 
-    from deepspeed_nmt.config import sweep
+    from deepspeed_nmt.config import load_config, sweep
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.planning.gpus import gpu_named
 
-    if arguments.vocab_size < 4:
-        raise ConfigError(f"--vocab-size must be at least 4, but is {arguments.vocab_size}")
-    if arguments.point is not None and arguments.sweep is None:
-        raise ConfigError("--point needs --sweep: it is the number of one of its points")
+    _check(arguments)
+    gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
     points = [(arguments.recipe, [])] if arguments.sweep is None else sweep(arguments.sweep)
     if arguments.point is not None:
         if not 1 <= arguments.point <= len(points):
@@ -46,27 +59,110 @@ def run(arguments: argparse.Namespace) -> int:
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
     for number, (recipe, settings) in enumerate(points, 1):
-        count = _parameters(recipe, [*settings, *arguments.settings], arguments.vocab_size)
+        config = load_config(recipe, settings=[*settings, *arguments.settings])
+        count = _parameters(config, arguments.vocab_size)
         result: dict[str, object] = {"recipe": recipe, "vocab_size": arguments.vocab_size, "parameters": count}
         if arguments.sweep is not None:
             result = {"point": number, **result, "settings": settings}
-        if arguments.json:
-            output(json.dumps(result))
-        elif arguments.sweep is None:
-            output(f"{recipe} with a vocabulary of {arguments.vocab_size:,}: {count:,} parameters")
-        else:
-            output(f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}")
+        text = f"{recipe} with a vocabulary of {arguments.vocab_size:,}: {count:,} parameters"
+        if gpu is not None:
+            planned, table = _plan(config, arguments, gpu)
+            result, text = {**result, **planned}, f"{text}\n{table}"
+        elif arguments.sweep is not None:
+            text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
+        output(json.dumps(result) if arguments.json else text)
     return 0
 
 
-def _parameters(recipe: str, settings: Sequence[str], vocab_size: int) -> int:
+def _check(arguments: argparse.Namespace) -> None:
+    from deepspeed_nmt.errors import ConfigError
+
+    problems = []
+    if arguments.vocab_size < 4:
+        problems.append(f"--vocab-size must be at least 4, but is {arguments.vocab_size}")
+    if arguments.num_gpus < 1:
+        problems.append(f"--num-gpus must be at least 1, but is {arguments.num_gpus}")
+    if not 0.0 < arguments.mfu <= 1.0:
+        problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
+    if arguments.point is not None and arguments.sweep is None:
+        problems.append("--point needs --sweep: it is the number of one of its points")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _parameters(config: RunConfig, vocab_size: int) -> int:
     import torch
 
-    from deepspeed_nmt.config import load_config
     from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.runs import build_model
 
-    config = load_config(recipe, settings=settings)
     with torch.device("meta"):
         model = build_model(config, Vocabulary(vocab_size))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
+    """What the run needs on these GPUs: as JSON, and as text."""
+    from deepspeed_nmt.commands.planner import Planner
+
+    planner = Planner(config, arguments.vocab_size, gpu, arguments.num_gpus)
+    advised, plain = planner.advised(), planner.as_set()
+    columns = {"as set": plain, "advised": advised}
+    if advised.recompute:
+        columns["... without recomputation"] = planner.unrecomputed(advised)
+    speed = _tokens_per_second(advised, gpu, arguments)
+    result = {
+        "gpu": gpu.name,
+        "num_gpus": arguments.num_gpus,
+        "precision": gpu.precision,
+        "flops_per_token": advised.flops_per_token,
+        "tokens_per_s": speed,
+        "advice": planner.settings(advised),
+        **{name: _as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
+    }
+    return result, _text(columns, planner.settings(advised), arguments, gpu, speed)
+
+
+def _tokens_per_second(plan: Plan, gpu: Gpu, arguments: argparse.Namespace) -> float | None:
+    if not gpu.tflops:
+        return None
+    return float(arguments.num_gpus * arguments.mfu * gpu.tflops * 1e12 / plan.flops_per_token)
+
+
+def _as_json(plan: Plan, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "zero_stage": plan.layout.stage,
+        "micro_tokens": plan.micro_tokens,
+        "recompute": plan.recompute,
+        "bytes": {**plan.parts, "total": plan.total},
+        "fits": plan.fits(gpu),
+    }
+
+
+def _text(
+    columns: dict[str, Plan], advice: Sequence[str], arguments: argparse.Namespace, gpu: Gpu, speed: float | None
+) -> str:
+    from deepspeed_nmt.planning.advice import GIB
+    from deepspeed_nmt.planning.memory import PARTS
+
+    width = max(12, *map(len, columns)) + 2
+    lines = [
+        f"{arguments.num_gpus} x {gpu.name} ({gpu.precision})",
+        "",
+        f"{'GiB on a GPU':<14}" + "".join(f"{name:>{width}}" for name in columns),
+    ]
+    for part in PARTS:
+        lines.append(f"{part:<14}" + "".join(f"{plan.parts[part] / GIB:>{width}.2f}" for plan in columns.values()))
+    lines.append(f"{'total':<14}" + "".join(f"{plan.total / GIB:>{width}.2f}" for plan in columns.values()))
+    lines.append(
+        f"{'fits':<14}" + "".join(f"{'yes' if plan.fits(gpu) else 'no':>{width}}" for plan in columns.values())
+    )
+    lines += ["", f"set: {' '.join(advice)}"]
+    plan = columns["advised"]
+    if not plan.fits(gpu):
+        lines.append("this is the smallest plan, and does not fit: use more GPUs, larger ones, or offload "
+                     "(engine.ds_config=zero3_offload), or slice the model (engine.tensor_parallel)")  # fmt: skip
+    work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token"
+    at = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
+    lines.append(work + at)
+    return "\n".join(lines)

@@ -50,11 +50,10 @@ def _collapse(arguments: argparse.Namespace) -> int:
     import json
 
     from deepspeed_nmt.console import logger, output
-    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.curves import RunCurves, draw, run_names
+    from deepspeed_nmt.evaluate.picture import check_picture
 
-    if not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out must be in a directory that exists, but {arguments.out.parent} does not")
+    check_picture(arguments.out)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(run_names(paths), map(RunCurves, paths), strict=True))
     panels = {RELIANCE: "source reliance (nats per token)", LOSS: "validation loss", BLEU: "validation BLEU"}

@@ -2,7 +2,8 @@
 
     deepspeed-nmt report depths --run RUN --input test.en --reference test.de --out depths.png
 
-The run was trained with objective.multi_softmax; with a recurrent model a stage is a loop. Names the fastest pair
+The run was trained with objective.multi_softmax; with a recurrent model a stage is a loop. A few sentences are
+translated before anything is timed. Names the fastest pair
 that loses at most --max-loss BLEU against the full depth. With --oracle it also counts, for each pair, the sentences
 that it translates best (by sentence BLEU; of equals the shallowest pair), and the BLEU of choosing so.
 """
@@ -14,7 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_nmt.core.model import TranslationModel
     from deepspeed_nmt.evaluate.depths import Depth
+    from deepspeed_nmt.runs import Run
+
+_WARM_UP_SENTENCES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,25 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Translate the file at every depth and report."""
     import json
-    import time
     from dataclasses import asdict
 
     import torch
 
     from deepspeed_nmt.console import logger, output
-    from deepspeed_nmt.core.model import exit_name
     from deepspeed_nmt.errors import ConfigError, DataError
     from deepspeed_nmt.evaluate.bleu import corpus_scores, sentence_bleu, tokenised_bleu
-    from deepspeed_nmt.evaluate.depths import Depth, cheapest, draw_depths, oracle, pareto_front
+    from deepspeed_nmt.evaluate.depths import cheapest, draw_depths, oracle, pareto_front
+    from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.files import check_text, text_lines
     from deepspeed_nmt.runs import Run
-    from deepspeed_nmt.search import SearchConfig
-    from deepspeed_nmt.search.translate import translate_lines
 
     for path in (arguments.input, arguments.reference):
         check_text(path)
-    if not arguments.out.parent.is_dir():
-        raise ConfigError(f"--out must be in a directory that exists, but {arguments.out.parent} does not")
+    if not 0.0 <= arguments.max_loss < float("inf"):
+        raise ConfigError(f"--max-loss must be a number of BLEU points from 0 up, but is {arguments.max_loss}")
+    check_picture(arguments.out)
     opened = Run.open(arguments.run)
     with arguments.input.open("rb") as stream:
         sources = list(text_lines(stream))
@@ -66,21 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = opened.model(arguments.checkpoint).to(device)
-    search = opened.config.search
-    assert isinstance(search, SearchConfig)
-    depths: list[Depth] = []
-    translated: list[list[str]] = []
-    for n in range(1, model.stages[0] + 1):
-        for m in range(1, model.stages[1] + 1):
-            started = time.monotonic()
-            net = model.at_exit(exit_name(n, m))
-            found = translate_lines(net, opened.tokenizer, sources, search, arguments.max_tokens, device=device)
-            hypotheses = [best[0].text for best in found]
-            seconds = time.monotonic() - started
-            score = tokenised_bleu if opened.tokenizer.segmented else corpus_scores
-            depths.append(Depth(n, m, score(hypotheses, [references]).bleu, seconds))
-            translated.append(hypotheses)
-            logger.info("%s: BLEU %.2f, %.1f s", depths[-1].name, depths[-1].bleu, seconds)
+    _check_stages(opened, model.stages)
+    depths, translated = _measure(opened, model, sources, references, arguments.max_tokens)
     enough = cheapest(depths, arguments.max_loss)
     result: dict[str, object] = {
         "depths": [asdict(depth) for depth in depths],
@@ -104,6 +94,71 @@ def run(arguments: argparse.Namespace) -> int:
     output(json.dumps(result) if arguments.json else _table(depths, chosen, result))
     logger.info("picture: %s", arguments.out)
     return 0
+
+
+def _check_stages(run: Run, stages: tuple[int, int]) -> None:
+    """Refuse a run that has one depth, and warn of one that was trained at few of its depths.
+
+    Raises:
+        ConfigError: naming the runs that have several.
+    """
+    from deepspeed_nmt.console import logger
+    from deepspeed_nmt.core.model import exit_name
+    from deepspeed_nmt.errors import ConfigError
+
+    if stages == (1, 1):
+        grown = run.config.model.model_dump()["name"] == "depth_growing"
+        what = "was grown; translate with --exit shallow and --exit deep" if grown else "has one stage on each side"
+        raise ConfigError(
+            "report depths needs a run with several stages, which are the layers of model.name=transformer or the "
+            f"loops of model.name=recurrent, but {run.path} {what}"
+        )
+    names = [exit_name(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
+    trained = [name for name in names if run.trained_at(name, stages)]
+    if len(trained) < len(names):
+        logger.warning(
+            "%s was trained at %d of its %d depths only (%s); objective.multi_softmax trains others",
+            run.path,
+            len(trained),
+            len(names),
+            ", ".join(trained),
+        )
+
+
+def _measure(
+    run: Run, model: TranslationModel, sources: list[str], references: list[str], max_tokens: int
+) -> tuple[list[Depth], list[list[str]]]:
+    """Each depth, the encoder's outside, and what it translates. Shape: -> depths, depths x sentences"""
+    import time
+
+    from deepspeed_nmt.console import logger
+    from deepspeed_nmt.core.model import exit_name
+    from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
+    from deepspeed_nmt.evaluate.depths import Depth
+    from deepspeed_nmt.search import SearchConfig
+    from deepspeed_nmt.search.translate import translate_lines
+
+    search, device = run.config.search, next(model.parameters()).device
+    assert isinstance(search, SearchConfig)
+
+    def translate(net: TranslationModel, lines: list[str]) -> list[str]:
+        return [
+            best[0].text for best in translate_lines(net, run.tokenizer, lines, search, max_tokens, device=device)
+        ]
+
+    translate(model, sources[:_WARM_UP_SENTENCES])  # what the first batch pays for is no depth's own cost
+    score = tokenised_bleu if run.tokenizer.segmented else corpus_scores
+    depths: list[Depth] = []
+    translated: list[list[str]] = []
+    for n in range(1, model.stages[0] + 1):
+        for m in range(1, model.stages[1] + 1):
+            started = time.monotonic()
+            hypotheses = translate(model.at_exit(exit_name(n, m)), sources)
+            seconds = time.monotonic() - started
+            depths.append(Depth(n, m, score(hypotheses, [references]).bleu, seconds))
+            translated.append(hypotheses)
+            logger.info("%s: BLEU %.2f, %.1f s", depths[-1].name, depths[-1].bleu, seconds)
+    return depths, translated
 
 
 def _table(depths: list[Depth], chosen: dict[str, int], result: dict[str, object]) -> str:

@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="start from another run's weights (fine-tuning)")
     start.add_argument("--grow-from", type=Path, metavar="RUN", help="grow on top of another run, which stays frozen")
-    parser.add_argument(
-        "--from-checkpoint", default="best", metavar="C", help="of that run: best, last, average, or a path [best]"
-    )
+    parser.add_argument("--from-checkpoint", metavar="C", help="of that run: best, last, average, or a path [best]")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of everything")
 
 
@@ -43,15 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.console import logger, setup_logging
     from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.inherit import check_origin
     from deepspeed_nmt.parallel.collectives import barrier
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import CONFIG_FILE, RunLock, begin
+    from deepspeed_nmt.runs import CONFIG_FILE, RunLock, begin, has_begun
     from deepspeed_nmt.train.signals import StopRequest
 
-    base = arguments.config
-    resumed_config = arguments.run / CONFIG_FILE
-    if arguments.recipe is None and base is None and resumed_config.is_file():
-        base = resumed_config  # `train --run RUN` alone goes on as it was
+    source = arguments.init_from or arguments.grow_from
+    if arguments.from_checkpoint is not None and source is None:
+        raise ConfigError("--from-checkpoint is of the run of --init-from or --grow-from; give one of them, too")
+    which = arguments.from_checkpoint or "best"
+    origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
+    base, begun = arguments.config, has_begun(arguments.run)
+    if arguments.recipe is None and base is None and begun:
+        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
+    if begun and origin is not None:
+        check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
     config = load_config(arguments.recipe, base, arguments.settings)
     data = DataDirectory.open(arguments.data)
 
@@ -69,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
             data.verify_hashes()
             begin(arguments.run, config, data)
         barrier(world)
-        source = arguments.init_from or arguments.grow_from
-        origin = source and Origin(source, arguments.from_checkpoint, grow=arguments.grow_from is not None)
         with StopRequest() as stop:
             progress = train_run(arguments.run, config, data, origin, world, stop)
         if stop:

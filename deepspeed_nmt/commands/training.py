@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +18,10 @@ from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.inherit import ORIGIN_FILE, inherit
+from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.runs import CHECKPOINTS, Run, build_model, build_objective, load_weights
+from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
 from deepspeed_nmt.train.collapse import CollapseMonitor
@@ -78,7 +76,7 @@ def _take_up(
     model = build_model(config, vocabulary)
     model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
     copy = build_model(config, vocabulary)
-    _initialise(model, checkpoint, origin, path, data, world)
+    _initialise(model, config, checkpoint, origin, path, data, world)
     parallelize(model, world)
     objective = build_objective(config, vocabulary)
     module = TrainModule(model, objective)
@@ -132,6 +130,7 @@ def _take_up(
 
 def _initialise(
     model: TranslationModel,
+    config: RunConfig,
     checkpoint: Checkpoint | None,
     origin: Origin | None,
     path: Path,
@@ -142,8 +141,8 @@ def _initialise(
     if checkpoint is not None:
         load_weights(model, checkpoint)
     elif origin is not None:
-        inherited = inherit(model, Run.open(origin.run), origin.checkpoint, data, grow=origin.grow)
+        inherited = inherit(model, config, origin.run, origin.checkpoint, data, grow=origin.grow)
         if world.is_main:
-            atomic_write_text(path / ORIGIN_FILE, json.dumps(inherited, indent=1))
+            write_origin(path, inherited)
     elif any(not parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("this model has frozen parts that were trained before; give their run by --grow-from RUN")

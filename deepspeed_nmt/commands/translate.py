@@ -19,6 +19,8 @@ from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.core.model import TranslationModel
+    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.search import SearchConfig
 
 HELP = "translate text with a trained run"
 
@@ -53,16 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import progress
     from deepspeed_nmt.files import atomic_text_writer, check_text
     from deepspeed_nmt.runs import Run
-    from deepspeed_nmt.search import SEARCHES, SearchConfig
     from deepspeed_nmt.search.ensemble import Ensemble
     from deepspeed_nmt.search.translate import translate_lines
 
     runs = [Run.open(path) for path in arguments.run]
     opened = runs[0]
-    if len({run.tokenizer.model for run in runs}) > 1:
-        raise ConfigError(
-            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
-        )
+    _check(arguments, runs)
     source = None if arguments.input == "-" else Path(arguments.input)
     if source is not None:
         check_text(source)
@@ -70,31 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
         raise ConfigError(f"--output must be a file that can be written, but {target}: {what}")
-    if arguments.alpha is not None and arguments.rerank is None:
-        raise ConfigError("--alpha is the weight of --rerank deep-shallow, which is not asked for; give both")
-    if arguments.rerank and any(run.config.model.model_dump()["name"] != "depth_growing" for run in runs):
-        raise ConfigError("--rerank deep-shallow needs the two nets of a run with model.name=depth_growing")
-    given = {
-        "name": "deep_shallow" if arguments.rerank else None,
-        "beam": arguments.beam,
-        "length_penalty": arguments.length_penalty,
-        "alpha": arguments.alpha,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    settings = {**opened.config.search.model_dump(), **changes}
-    search = _checked(SEARCHES[settings["name"]].config, settings)
-    assert isinstance(search, SearchConfig)
+    search = _search(arguments, opened)
     use_cuda = arguments.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
-    models = [run.model(arguments.checkpoint) for run in runs]
-    model = models[0] if len(models) == 1 else Ensemble(models).eval()
-    if arguments.encoder_layers is not None or arguments.decoder_layers is not None:
-        if arguments.exit is not None:
-            raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")
-        model = model.at_exit(_exit(model, arguments.encoder_layers, arguments.decoder_layers))
-    elif arguments.exit is not None:
-        model = model.at_exit(arguments.exit)
-    model = model.to(device)
+    models = [_model(run, arguments) for run in runs]
+    model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(device)
 
     interactive = source is None and sys.stdin.isatty()
     translations = translate_lines(
@@ -120,12 +98,84 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _exit(model: TranslationModel, encoder: int | None, decoder: int | None) -> str:
-    """The exit after so many stages; all of a side where none is asked for."""
-    from deepspeed_nmt.core.model import exit_name
+def _check(arguments: argparse.Namespace, runs: list[Run]) -> None:
+    """Refuse options that contradict one another or do not fit the runs.
 
-    whole = model.stages
-    return exit_name(whole[0] if encoder is None else encoder, whole[1] if decoder is None else decoder)
+    Raises:
+        ConfigError: naming the options.
+    """
+    if len({run.tokenizer.model for run in runs}) > 1:
+        raise ConfigError(
+            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
+        )
+    layers = arguments.encoder_layers is not None or arguments.decoder_layers is not None
+    if layers and arguments.exit is not None:
+        raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")
+    if arguments.rerank is None:
+        if arguments.alpha is not None:
+            raise ConfigError("--alpha is the weight of --rerank deep-shallow, which is not asked for; give both")
+        return
+    if layers or arguments.exit is not None:
+        option = "--exit" if arguments.exit is not None else "--encoder-layers or --decoder-layers"
+        raise ConfigError(f"--rerank deep-shallow decodes from two exits, {option} from one; give one of them")
+    if len(runs) > 1:
+        raise ConfigError(
+            f"--rerank deep-shallow takes one --run, but {len(runs)} are given; leave out --rerank to decode with an "
+            "ensemble, or give one"
+        )
+    if runs[0].config.model.model_dump()["name"] != "depth_growing":
+        raise ConfigError("--rerank deep-shallow needs the two nets of a run with model.name=depth_growing")
+
+
+def _search(arguments: argparse.Namespace, run: Run) -> SearchConfig:
+    """The run's search with what the options change.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+    from deepspeed_nmt.search import SEARCHES, SearchConfig
+
+    given = {
+        "name": "deep_shallow" if arguments.rerank else "beam" if _decodes_plainly(arguments) else None,
+        "beam": arguments.beam,
+        "length_penalty": arguments.length_penalty,
+        "alpha": arguments.alpha,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = {**run.config.search.model_dump(), **changes}
+    kind = SEARCHES[settings["name"]].config
+    search = _checked(kind, {name: value for name, value in settings.items() if name in kind.model_fields})
+    assert isinstance(search, SearchConfig)
+    return search
+
+
+def _decodes_plainly(arguments: argparse.Namespace) -> bool:
+    """Whether there are no two nets to search with, even if the run was validated by deep-shallow search."""
+    exits = (arguments.exit, arguments.encoder_layers, arguments.decoder_layers)
+    return len(arguments.run) > 1 or any(each is not None for each in exits)
+
+
+def _model(run: Run, arguments: argparse.Namespace) -> TranslationModel:
+    """A run's model, from the exit asked for. The side that no layers are asked for has all of its own.
+
+    Raises:
+        ConfigError: if the run has no such exit.
+    """
+    from deepspeed_nmt.console import logger
+    from deepspeed_nmt.core.model import TOP, exit_name
+
+    model = run.model(arguments.checkpoint)
+    stages, name = model.stages, arguments.exit or TOP
+    if arguments.encoder_layers is not None or arguments.decoder_layers is not None:
+        asked = (arguments.encoder_layers, arguments.decoder_layers)
+        name = exit_name(*(whole if count is None else count for count, whole in zip(asked, stages, strict=True)))
+    try:
+        cut = model.at_exit(name)
+    except ConfigError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+    if not run.trained_at(name, stages):
+        logger.warning("%s was not trained at exit %s; objective.multi_softmax trains exits", run.path, name)
+    return cut
 
 
 def _lines(source: Path | None) -> Iterator[str]:

@@ -61,13 +61,13 @@ class ModelValidator:
             self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
 
     def __call__(self, update: int) -> Validation:
-        model = self._replica.at(update)
-        values = self._loss(model)
-        score = -values["valid/loss"]
-        if self._config.bleu:
-            values["valid/bleu"] = self._bleu(model)
-            if self._config.best_by == "bleu":
-                score = values["valid/bleu"]
+        with self._replica.at(update) as model:
+            values = self._loss(model)
+            if self._config.bleu:
+                values["valid/bleu"] = self._bleu(model)
+        score = (
+            values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -values["valid/loss"]
+        )
         return Validation(values, score)
 
     def _loss(self, model: TranslationModel) -> dict[str, float]:

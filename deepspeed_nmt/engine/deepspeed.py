@@ -72,6 +72,12 @@ class DeepSpeedEngine(Engine):
         self._dummy = dummy
         self._stage = zero_stage(ds_config)
         self._clip_norm = float(ds_config["gradient_clipping"])
+        # What is never trained stays as it is, also where DeepSpeed narrows it to 16 bit or divides it.
+        self._frozen = {
+            name: parameter.detach().float().cpu().clone()
+            for name, parameter in module.model.named_parameters()
+            if not parameter.requires_grad
+        }
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -144,7 +150,7 @@ class DeepSpeedEngine(Engine):
 
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self._named.items():
-            yield ParameterState(name, self._weight(parameter))
+            yield ParameterState(name, self._weight(name, parameter))
 
     def state(self) -> Iterator[ParameterState]:
         for name, parameter in self._named.items():
@@ -156,7 +162,7 @@ class DeepSpeedEngine(Engine):
                     else:
                         moment = safe_get_full_optimizer_state(parameter, which)
                     moments[which] = self._whole(moment.detach().view(self._shape(parameter)), parameter)
-            yield ParameterState(name, self._weight(parameter), moments)
+            yield ParameterState(name, self._weight(name, parameter), moments)
 
     def scalars(self) -> EngineScalars:
         steps = [int(state["step"]) for state in self._inner().state.values() if "step" in state]
@@ -232,14 +238,11 @@ class DeepSpeedEngine(Engine):
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
-    def _weight(self, parameter: nn.Parameter) -> Tensor:
+    def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The whole fp32 weight of a parameter. All ranks must ask together."""
-        whole = None if self._stage == 0 or not parameter.requires_grad else safe_get_full_fp32_param(parameter)
-        if whole is None:
-            if hasattr(parameter, "ds_id"):  # frozen under ZeRO-3: partitioned, but without an optimizer's copy
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    return self._whole(parameter.detach(), parameter).clone()
-            whole = parameter
+        if name in self._frozen:
+            return self._whole(self._frozen[name].to(self.device), parameter).clone()
+        whole = parameter if self._stage == 0 else safe_get_full_fp32_param(parameter)
         return self._whole(whole.detach().view(self._shape(parameter)), parameter).clone()
 
     def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:

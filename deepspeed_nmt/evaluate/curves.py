@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +44,8 @@ class RunCurves:
             raise DataError(
                 f"{path} must be the directory of a run that has logged something, but has no {METRICS_FILE}"
             )
-        self._entries: list[dict[str, float]] = []
-        for line in file.read_text(encoding="utf-8").split("\n"):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # the last line of a run that is being written, or died while it was
-            if isinstance(entry, dict) and TOKENS in entry:
-                self._entries.append(entry)
+        lines = file.read_bytes().split(b"\n")
+        self._entries = [entry for entry in map(_entry, lines) if _is_placed(entry)]
         if not self._entries:
             raise DataError(f"{file} must have entries with {TOKENS}, but has none yet; wait for the run's first log")
 
@@ -70,6 +65,22 @@ class RunCurves:
         return Curve([tokens for tokens, _ in found], [value for _, value in found])
 
 
+def _entry(line: bytes) -> dict[str, float]:
+    """The numbers of a line of the log by tag; none of a line that is not whole, as the last of a run that died."""
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {tag: value for tag, value in content.items() if isinstance(value, int | float)}
+
+
+def _is_placed(entry: Mapping[str, float]) -> bool:
+    """Whether an entry says when it was logged."""
+    return all(math.isfinite(entry.get(tag, math.nan)) for tag in ("update", TOKENS))
+
+
 def run_names(paths: Sequence[Path]) -> list[str]:
     """A short name for each run: the last part of its path, or as many as tell them apart."""
     parts = [path.resolve().parts for path in paths]
@@ -87,9 +98,6 @@ def draw(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: Path) ->
         runs: by the name they are shown under.
         panels: title by tag.
         out: picture to write; its suffix says of what kind (png, svg, pdf).
-
-    Raises:
-        DataError: if there is no such kind of picture.
     """
     import matplotlib
 
@@ -108,7 +116,5 @@ def draw(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: Path) ->
     figure.tight_layout()
     try:
         figure.savefig(out, dpi=120)
-    except ValueError as error:
-        raise DataError(f"--out must end in .png, .svg or .pdf, but is {out}") from error
     finally:
         pyplot.close(figure)

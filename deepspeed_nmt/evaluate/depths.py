@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_nmt.errors import DataError
-
 
 @dataclass(frozen=True)
 class Depth:
@@ -55,11 +53,7 @@ def oracle(sentence_scores: Sequence[Sequence[float]]) -> list[int]:
 
 
 def draw_depths(depths: Sequence[Depth], out: Path) -> None:
-    """A heat map of BLEU over n and m, and BLEU against time with the Pareto front.
-
-    Raises:
-        DataError: if the suffix of ``out`` is none of a picture.
-    """
+    """A heat map of BLEU over n and m, and BLEU against time with the Pareto front."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -89,7 +83,5 @@ def draw_depths(depths: Sequence[Depth], out: Path) -> None:
     figure.tight_layout()
     try:
         figure.savefig(out, dpi=120)
-    except ValueError as error:
-        raise DataError(f"--out must end in .png, .svg or .pdf, but is {out}") from error
     finally:
         pyplot.close(figure)

@@ -29,10 +29,10 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """
     if not training or p == 0.0:
         return x
-    if x.device.type != "cpu":
+    if x.device.type not in ("cpu", "meta"):
         return F.dropout(x, p, training=True)
     dropped = round(p * 65536)
-    draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device=x.device).random_(-(2**63), None)
     kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - 32768
     return _MaskedScale.apply(x, kept, 65536.0 / (65536 - dropped))  # type: ignore[no-any-return,no-untyped-call]
 
@@ -68,9 +68,39 @@ def attention(
         dropout_p: probability of dropping an attention weight; pass 0 when not training.
     """
     assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
+    if q_BHTK.device.type == "meta":
+        planned: Tensor = _PlannedAttention.apply(q_BHTK, k_BHSK, v_BHSK)  # type: ignore[no-untyped-call]
+        return planned
     return F.scaled_dot_product_attention(
         q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
     )
+
+
+class _PlannedAttention(torch.autograd.Function):
+    """For counting on the meta device: keeps and multiplies what a fused attention kernel does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
+        batch, heads, length, width = q_BHTK.shape
+        # In the layout (B,T,H,K), as the kernels leave it, so that joining the heads copies nothing.
+        out_BTHK = q_BHTK.new_empty(batch, length, heads, width)
+        log_sums_BHT = q_BHTK.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(q_BHTK, k_BHSK, v_BHSK, out_BTHK, log_sums_BHT)
+        _multiply(q_BHTK, k_BHSK, times=2)
+        return out_BTHK.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        q_BHTK, k_BHSK, v_BHSK, _, _ = ctx.saved_tensors
+        _multiply(q_BHTK, k_BHSK, times=4)
+        return torch.empty_like(q_BHTK), torch.empty_like(k_BHSK), torch.empty_like(v_BHSK)
+
+
+def _multiply(q_BHTK: Tensor, k_BHSK: Tensor, times: int) -> None:
+    """The work of so many products like q k^T, without their memory: a kernel never holds all weights."""
+    terms = times * q_BHTK.numel() * k_BHSK.shape[2]
+    one = q_BHTK.detach().new_empty(())
+    torch.mm(one.expand(1, terms), one.expand(terms, 1))
 
 
 def touch(x: Tensor, touched: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig
 from deepspeed_nmt.methods.transformer import TransformerShape
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.search.deep_shallow import DeepShallowConfig
 
 
-def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -> list[str]:
+def problems_of(model: Config, layer: Config, objective: Mapping[str, Config], search: Config) -> list[str]:
     """One sentence for each contradiction, naming both settings and a way out."""
     problems = []
     if isinstance(layer, CrossAttentionDropConfig) and isinstance(model, TransformerShape):
@@ -37,6 +38,11 @@ def problems_of(model: Config, layer: Config, objective: Mapping[str, Config]) -
         problems.append(
             "objective.multi_softmax trains many exits, but model.name=depth_growing trains only the one on top; "
             "use objective.label_smoothed, or model.name=transformer"
+        )
+    if isinstance(search, DeepShallowConfig) and not isinstance(model, DepthGrowingConfig):
+        problems.append(
+            "search.name=deep_shallow needs the two nets of model.name=depth_growing, but model.name is "
+            f"{model.model_dump()['name']}; use search.name=beam"
         )
     if _active(objective, "ddr") and _active(objective, "r_drop"):
         problems.append(
@@ -63,6 +69,11 @@ def _problems_of_exits(many: MultiSoftmaxConfig, model: TransformerShape, layer:
         problems.append(
             f"objective.multi_softmax.weights must name exits n-m up to {exit_name(encoder, decoder)}, but names "
             f"{', '.join(unknown)}"
+        )
+    if not any(many.trains(n, m, (encoder, decoder)) for n in range(1, encoder + 1) for m in range(1, decoder + 1)):
+        problems.append(
+            "objective.multi_softmax.weights must give one of the exits that are trained a weight above 0, but all "
+            f"of those of exits={many.exits} weigh nothing; raise that of {exit_name(encoder, decoder)}"
         )
     drops = isinstance(layer, CrossAttentionDropConfig) and layer.rate(1) == 1.0
     if drops and "decoder_layers" in sides:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP, TranslationModel
+from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import LossOutput
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -42,9 +42,11 @@ class MultiSoftmaxConfig(Config):
     exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
     weights: dict[str, float] = Field(default={}, description="of exits n-m in the mean, where not 1: {6-6: 2.0}")
 
-    @field_validator("exits")
+    @field_validator("exits", mode="before")
     @classmethod
-    def _form(cls, value: str) -> str:
+    def _form(cls, value: object) -> str:
+        if not isinstance(value, str):  # 0x2 is a hexadecimal number in YAML
+            raise ValueError(f"must be all, or a string AxB such as 2x2, A and B from 1, but is {value!r} in YAML")
         if value != "all" and not _EXITS.fullmatch(value):
             raise ValueError(f"must be all, or AxB such as 2x2, but is '{value}'")
         return value
@@ -61,6 +63,12 @@ class MultiSoftmaxConfig(Config):
         """How many exits of each side an update has; None: all."""
         found = _EXITS.fullmatch(self.exits)
         return None if found is None else (int(found[1]), int(found[2]))
+
+    def trains(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
+        """Whether the exit of a model of so many stages is among those drawn at times, and weighs anything."""
+        sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
+        drawn = all(stage == top or count > 1 for stage, top, count in sides)
+        return drawn and self.weights.get(exit_name(encoder, decoder), 1.0) > 0.0
 
 
 class MultiSoftmax:
@@ -83,7 +91,9 @@ class MultiSoftmax:
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
         names = [name for name in passes[0] if name != TOP]
-        share_E = torch.tensor([self.config.weights.get(name, 1.0) for name in names])
+        # Validation reads the top alone, which then counts even where training gives it no weight.
+        weights = [1.0] if len(names) == 1 else [self.config.weights.get(name, 1.0) for name in names]
+        share_E = torch.tensor(weights)
         share_E = share_E / share_E.sum().clamp(min=1e-30)
         targets_N = batch.target_output_BT.flatten()
         consume = partial(

@@ -262,10 +262,11 @@ class _Vocabulary:
         self._group = group
 
     def sum(self, x: Tensor) -> None:
-        dist.all_reduce(x, group=self._group)
+        _add_up(x, self._group)
 
     def max(self, x: Tensor) -> None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
+        if x.device.type != "meta":
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
 
 
 class _Sum(torch.autograd.Function):
@@ -274,7 +275,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        _add_up(total, group)
         return total
 
     @staticmethod
@@ -293,8 +294,14 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        _add_up(total, ctx.group)
         return total, None
+
+
+def _add_up(x: Tensor, group: Any) -> None:
+    """In place, over a group. On the meta device, where a model is counted, there is nobody to ask."""
+    if x.device.type != "meta":
+        dist.all_reduce(x, group=group)
 
 
 def _copy(x: Tensor, world: World) -> Tensor:

@@ -62,6 +62,18 @@ class World:
         """How many work on different micro-batches."""
         return self.ranks // self.tensor_ranks
 
+    def regrouped(self, tensor_ranks: int) -> World:
+        """The same ranks as another grid. All must ask together."""
+        if tensor_ranks == 1:
+            return World(self.rank, self.ranks, self.local_rank, self.device)
+        # Every rank takes part in making every group, in the same order.
+        everyone = range(self.ranks)
+        starts = range(0, self.ranks, tensor_ranks)
+        tensor_groups = [dist.new_group(everyone[start : start + tensor_ranks]) for start in starts]
+        data_groups = [dist.new_group(everyone[place::tensor_ranks]) for place in range(tensor_ranks)]
+        groups = (tensor_groups[self.rank // tensor_ranks], data_groups[self.rank % tensor_ranks])
+        return World(self.rank, self.ranks, self.local_rank, self.device, tensor_ranks, *groups)
+
 
 def _from_environment() -> tuple[int, int, int]:
     """(rank, ranks, local rank)"""
@@ -122,14 +134,7 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
-    if tensor_ranks == 1:
-        return World(rank, ranks, local_rank, where)
-    # Every rank takes part in making every group, in the same order.
-    everyone = range(ranks)
-    tensor_groups = [dist.new_group(everyone[i : i + tensor_ranks]) for i in range(0, ranks, tensor_ranks)]
-    data_groups = [dist.new_group(everyone[i::tensor_ranks]) for i in range(tensor_ranks)]
-    groups = (tensor_groups[rank // tensor_ranks], data_groups[rank % tensor_ranks])
-    return World(rank, ranks, local_rank, where, tensor_ranks, *groups)
+    return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 
 def leave_world() -> None:

@@ -75,4 +75,4 @@ class Ensemble(TranslationModel):
         return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
 
     def at_exit(self, name: str) -> TranslationModel:
-        return Ensemble([model.at_exit(name) for model in self._each])
+        return Ensemble([model.at_exit(name) for model in self._each]).train(self.training)

@@ -201,32 +201,53 @@ class CheckpointStore:
             )
         return None
 
-    def open(self, which: str) -> Checkpoint:
+    def open(self, which: str, option: str = "--checkpoint") -> Checkpoint:
         """The checkpoint called ``best``, ``last``, ``average``, or found at a path.
 
+        Args:
+            option: by which the user named it, for messages.
+
         Raises:
-            CheckpointError: if there is none.
+            CheckpointError: if there is none, or it is damaged.
         """
         if which == "last":
             newest = self.newest()
             if newest is None:
-                raise CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
+                raise self._empty()
             return newest
         if which == "best":
-            best = self.pointer("best")
-            if best is None:
-                raise CheckpointError(
-                    f"{self.directory} has no best checkpoint: the run was not validated yet; use --checkpoint last"
-                )
-            return Checkpoint(best)
+            return self._best(option)
         if which == "average":
             if not (self.directory / "average").is_dir():
                 raise CheckpointError(
                     f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
                 )
             return Checkpoint(self.directory / "average")
-        inside = self.directory / which
-        return Checkpoint(inside if inside.is_dir() else Path(which))
+        for path in (self.directory / which, Path(which)):
+            if path.is_dir():
+                return Checkpoint(path)
+        raise CheckpointError(
+            f"{option} must be best, last, average or the path of a checkpoint, but there is no directory '{which}', "
+            f"neither here nor in {self.directory}"
+        )
+
+    def _best(self, option: str) -> Checkpoint:
+        if not self.names():
+            raise self._empty()
+        best = self.pointer("best")
+        if best is None:
+            raise CheckpointError(
+                f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
+            )
+        try:
+            return Checkpoint(best)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; use {option} last, the newest that is good, or start `train` again, which goes on from it"
+            ) from error
+
+    def _empty(self) -> CheckpointError:
+        return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
 
     def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState], best: bool) -> None:
         """Write a checkpoint and make it the latest (and best), then remove those no longer kept.
@@ -238,7 +259,7 @@ class CheckpointStore:
         name = _name(progress.update)
         states = iter(states)
         try:
-            if not (self.directory / name / "manifest.json").is_file():
+            if not self._holds(name, progress, scalars):
                 self._write(name, progress, scalars, states)
             atomic_write_text(self.directory / "latest", name + "\n")
             if best:
@@ -246,7 +267,19 @@ class CheckpointStore:
         finally:
             for _ in states:
                 pass
-        self._prune()
+        self._prune(name)
+
+    def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
+        """Whether this very checkpoint is there and good. One that the run went back behind, because it was damaged,
+        or that another course of training left, is not.
+        """
+        if not (self.directory / name).is_dir():
+            return False
+        try:
+            found = Checkpoint(self.directory / name)
+        except CheckpointError:
+            return False
+        return found.progress == progress and found.scalars == scalars
 
     def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Make an older checkpoint the newest, to go on from as ``progress`` says; later ones are removed.
@@ -303,9 +336,10 @@ class CheckpointStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _prune(self) -> None:
+    def _prune(self, saved: str) -> None:
+        """Remove old checkpoints. Later ones than that just saved are damaged, and must not push out good ones."""
         best = self.pointer("best") if self._keep_best else None
-        for name in self.names()[: -self._keep_last]:
+        for name in [name for name in self.names() if name <= saved][: -self._keep_last]:
             if best is None or best.name != name:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 

@@ -105,7 +105,12 @@ class CollapseMonitor:
     def __call__(self, update: int) -> dict[str, float]:
         """Measure after ``update``, by tag. All ranks call it together and get the same."""
         started = time.monotonic()
-        model = self._replica.at(update)
+        with self._replica.at(update) as model:
+            values = self._measure(model)
+        values["collapse/seconds"] = time.monotonic() - started
+        return values
+
+    def _measure(self, model: TranslationModel) -> dict[str, float]:
         corpus, vocabulary, ranks = self._corpus, self._vocabulary, self._world.ranks
         groups = cut_update(self._sentences, corpus.source_lengths, corpus.target_lengths, ranks, self._limits)
         norms = _SublayerNorms(model)
@@ -123,7 +128,6 @@ class CollapseMonitor:
         for layer in norms.layers:
             attended, crossed, fed = (total[f"{part}/{layer}"] for part in _PARTS)
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
-        values["collapse/seconds"] = time.monotonic() - started
         return values
 
     def judge(self, update: int, values: dict[str, float]) -> None:

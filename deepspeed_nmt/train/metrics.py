@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.files import atomic_write_bytes
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -53,8 +53,8 @@ class Metrics:
             return
         path = run / METRICS_FILE
         if path.is_file():
-            kept = [line for line in path.read_text(encoding="utf-8").split("\n") if _before(line, update)]
-            atomic_write_text(path, "".join(line + "\n" for line in kept))
+            kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]
+            atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run / TENSORBOARD_DIR), purge_step=update + 1 if update else None)
         self._bar = (
@@ -93,11 +93,11 @@ class Metrics:
                 self._bar.close()
 
 
-def _before(line: str, update: int) -> bool:
+def _before(line: bytes, update: int) -> bool:
     try:
-        return int(json.loads(line)["update"]) <= update
-    except (ValueError, KeyError):
-        return False  # the last line of a run that died while writing it
+        return int(json.loads(line.decode("utf-8"))["update"]) <= update
+    except (ValueError, KeyError, TypeError):
+        return False  # the last line of a run that died while writing it, or a damaged one
 
 
 def _format(tag: str, value: float) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_nmt.parity import write_corpus
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.support import ROOT, random_corpus, run_ranks
+from tests.support import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,7 +30,7 @@ Segment = Callable[[Layout, int, int, Path | None], tuple[list[float], Path]]
 def segment(tmp_path_factory: pytest.TempPathFactory) -> Segment:
     """A function that trains in a layout, from a checkpoint or from the start, and returns losses and checkpoint."""
     directory: Path = tmp_path_factory.mktemp("elastic")
-    random_corpus(directory, pairs=300, vocab=60, seed=1)
+    write_corpus(directory)
 
     @cache
     def run(layout: Layout, first: int, last: int, start: Path | None) -> tuple[list[float], Path]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT, random_corpus, run_ranks
+from deepspeed_nmt.parity import write_corpus
+from tests.support import ROOT, run_ranks
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
@@ -44,7 +45,7 @@ Reports = Callable[[str, Ranks], dict[str, Any]]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """A function: what each engine reported of a method on so many ranks, by the engine's name."""
     directory: Path = tmp_path_factory.mktemp("engines")
-    random_corpus(directory, pairs=300, vocab=60, seed=1)
+    write_corpus(directory)
 
     @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
@@ -95,3 +96,11 @@ def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, n
     reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [each[1:] for each in ALL if each[0] == "growing"])
+def test_a_frozen_bottom_keeps_its_bits(reports: Reports, ranks: Ranks, name: str) -> None:
+    reference, ours = reports("growing", 1)["plain"]["weights"], reports("growing", ranks)[name]["weights"]
+    frozen = [parameter for parameter in reference if parameter.startswith("bottom.")]
+    assert len(frozen) > 20
+    assert all(ours[parameter] == reference[parameter] for parameter in frozen)

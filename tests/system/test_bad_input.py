@@ -135,15 +135,29 @@ def test_translate_and_average_say_what_is_missing(
         ["average", "--run", str(run), "--last", "5"], capsys
     )
     shutil.rmtree(run / "checkpoints")
-    assert "has no best checkpoint" in refused([*words, source], capsys)
+    assert "must hold a checkpoint, but is empty; train first" in refused([*words, source], capsys)
 
 
 def test_a_start_that_failed_binds_nobody(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    refused(train_words(data, run, *small, "batch.micro_tokens=10", "model.ffn_dim=128"), capsys)
+    refused(
+        train_words(data, run, *small, "batch.micro_tokens=10", "model.ffn_dim=128", "optimizer.beta2=0.9"), capsys
+    )
+    (run / "origin.json").write_text("{}")
     assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
+    assert "beta2: 0.98" in (run / "config.yaml").read_text() and not (run / "origin.json").exists()
+
+
+def test_a_lost_record_of_the_data_is_named_with_a_remedy(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
+    (run / "data.json").unlink()
+    error = refused(train_words(data, run, *small), capsys)
+    assert "data.json must be what `train` wrote when the run began, but is missing; restore it" in error
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(

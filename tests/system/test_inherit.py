@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     grow = ["--grow-from", str(bottom)]
     assert "--grow-from needs a model that grows" in refused(*grow)
     error = refused(*GROW, *grow, "model.dim=16")
-    assert "the bottom must have the shape of" in error and "32" in error and "16" in error
+    assert f"the bottom must be that of {bottom}, but model.dim is 32 there and 16 here; make" in error
     error = refused("--init-from", str(bottom), "model.encoder_layers=1")
     assert "is only there" in error
     other, text = tmp_path / "other", data.parent / "text"
@@ -106,8 +107,188 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     )
 
 
+def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
+    """A copy of a run that says it was trained with other settings."""
+    shutil.copytree(run, to)
+    config = yaml.safe_load((to / "config.yaml").read_text())
+    for name, settings in sections.items():
+        config[name].update(settings)
+    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    return to
+
+
+RECURRENT = {"name": "recurrent", "encoder_loops": 2}
+
+
+@pytest.mark.parametrize(
+    ("option", "sections", "message"),
+    [
+        ("--grow-from", {"model": {"heads": 2}}, "but model.heads is 2 there and 4 here; make these settings those"),
+        ("--grow-from", {"model": {"norm": "deepnorm"}}, "but model.norm is deepnorm there and pre here"),
+        ("--grow-from", {"model": RECURRENT}, "has model.name=recurrent, which cannot be grown"),
+        (
+            "--grow-from",
+            {"layer": {"name": "cross_attention_drop", "drop_depth": 1}},
+            "(layer.drop_ratio=1 or layer.beyond=1); such runs cannot be grown",
+        ),
+        ("--init-from", {"model": {"activation": "gelu"}}, "but model.activation is gelu there and relu here"),
+    ],
+)
+def test_another_network_of_the_same_shape_is_refused(
+    data: Path,
+    bottom: Path,
+    tmp_path: Path,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    sections: dict[str, dict[str, object]],
+    message: str,
+) -> None:
+    other = variant(bottom, tmp_path / "other", **sections)
+    grow = GROW if option == "--grow-from" else []
+    assert main(words(data, tmp_path / "run", *small, *grow, option, str(other))) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_weights_of_another_walk_are_taken_with_a_warning(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = variant(bottom, tmp_path / "other", model={**RECURRENT, "dropout": 0.3})
+    assert main(words(data, tmp_path / "run", *small, "--init-from", str(other), "training.max_updates=1")) == 0
+    error = capsys.readouterr().err
+    assert "model.encoder_loops is 2 there and unset here and model.name is recurrent there" in error
+    assert "were trained as another network" in error and "dropout" not in error
+
+
+def test_a_run_goes_on_with_the_origin_it_has(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", variant(bottom, tmp_path / "other")
+    command = words(data, run, *small)
+    start = ["--init-from", str(bottom)]
+
+    def refused(*more: str, where: list[str] = command) -> str:
+        capsys.readouterr()
+        assert main([*where, *more]) == 2
+        return capsys.readouterr().err
+
+    assert "give one of them, too" in refused("--from-checkpoint", "last")
+    assert main([*command, *start, "training.max_updates=1"]) == 0
+    assert main([*command, *start, "training.max_updates=2"]) == 0, "the same command again"
+    assert main([*command, "training.max_updates=3"]) == 0
+    error = refused("--init-from", str(other))
+    assert (
+        f"began with --init-from {bottom.resolve()} --from-checkpoint best, but now" in error and str(other) in error
+    )
+    assert "leave --init-from out to go on" in error
+    assert "but now --init-from is" in refused(*start, "--from-checkpoint", "last")
+    assert "but now --grow-from is" in refused("--grow-from", str(bottom))
+    assert "has begun without it" in refused(*start, where=words(data, other, *small))
+
+
+def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
+    data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main(words(data, tmp_path / "run", *small, *more)) == 2
+        return capsys.readouterr().err
+
+    assert "--grow-from must be a directory made by `train`" in refused(*GROW, "--grow-from", str(tmp_path / "nope"))
+    start = ["--init-from", str(bottom)]
+    assert "--from-checkpoint must be best, last, average or the path" in refused(*start, "--from-checkpoint", "nope")
+    other = variant(bottom, tmp_path / "other")
+    (other / "checkpoints" / "best").unlink()
+    assert "use --from-checkpoint last" in refused("--init-from", str(other))
+    shutil.rmtree(other / "checkpoints")
+    assert "must hold a checkpoint, but is empty; train first" in refused("--init-from", str(other))
+
+
+@pytest.fixture(scope="module")
+def grown(data: Path, bottom: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grown run that was validated by deep-shallow search."""
+    from tests.system.conftest import SMALL
+
+    run = tmp_path_factory.mktemp("grown") / "run"
+    more = ["--grow-from", str(bottom), "training.max_updates=1", "search.name=deep_shallow"]
+    assert main(words(data, run, *SMALL, *GROW, *more)) == 0
+    return run
+
+
+def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path
+) -> None:
+    assert translated(data, grown, tmp_path, "--exit", "shallow") == translated(data, bottom, tmp_path)
+    deep = translated(data, grown, tmp_path, "--exit", "deep")
+    assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, "an ensemble has no two nets"
+
+
+def test_rerank_takes_both_exits_of_one_run(
+    data: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(data.parent / "text" / "test.en")
+    command = ["translate", "--run", str(grown), "--checkpoint", "last", "--input", source, "--output", "-"]
+
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        assert main([*command, "--rerank", "deep-shallow", *more]) == 2
+        return capsys.readouterr().err
+
+    assert "takes one --run, but 2 are given" in refused("--run", str(grown))
+    assert "decodes from two exits, --exit from one; give one of them" in refused("--exit", "shallow")
+    assert "--encoder-layers or --decoder-layers from one" in refused("--encoder-layers", "1")
+
+
+def test_each_run_of_an_ensemble_is_cut_by_its_own_depth(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    deeper = tmp_path / "deeper"
+    more = ["model.decoder_layers=3", "--init-from", str(bottom), "training.max_updates=1"]
+    assert main(words(data, deeper, *small, *more)) == 0
+    capsys.readouterr()
+    assert translated(data, bottom, tmp_path, "--run", str(deeper), "--encoder-layers", "1").count("\n") == 20
+    error = capsys.readouterr().err
+    assert error.count("was not trained at exit") == 2
+    assert f"{bottom} was not trained at exit 1-2" in error and f"{deeper} was not trained at exit 1-3" in error
+    source = str(data.parent / "text" / "test.en")
+    command = ["translate", "--checkpoint", "last", "--input", source, "--output", "-", "--decoder-layers"]
+    assert main([*command, "3", "--run", str(bottom), "--run", str(deeper)]) == 2
+    assert f"error: {bottom}: the exit must be n-m with" in capsys.readouterr().err
+    assert main([*command, "1", "--run", str(bottom), "--run", str(grown)]) == 2
+    assert f"error: {grown}: the exit must be shallow or deep" in capsys.readouterr().err
+
+
+def test_report_depths_says_what_it_needs(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = data.parent / "text"
+    command = ["report", "depths", "--checkpoint", "last", "--input", str(text / "test.en")]
+    command += ["--reference", str(text / "test.de"), "--out"]
+
+    def refused(out: Path, *more: str, run: Path = bottom) -> str:
+        capsys.readouterr()
+        assert main([*command, str(out), "--run", str(run), *more]) == 2
+        error = capsys.readouterr().err
+        assert "update" not in error or run == grown, "before the model is even loaded"
+        return error
+
+    picture = tmp_path / "depths.png"
+    for loss in ("-1", "nan", "inf"):
+        assert "--max-loss must be a number of BLEU points from 0 up" in refused(picture, "--max-loss", loss)
+    assert "--out must end in .png, .svg or .pdf" in refused(tmp_path / "depths")
+    assert "--out must be a file, but" in refused(tmp_path)
+    assert "was grown; translate with --exit shallow and --exit deep" in refused(picture, run=grown)
+    assert main([*command, str(picture), "--run", str(bottom)]) == 0
+    assert "was trained at 1 of its 4 depths only (2-2)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]
+
+
 def test_a_model_of_many_exits_translates_at_each(
-    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+    data: Path,
+    tmp_path: Path,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     exits = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x1"]
@@ -115,7 +296,10 @@ def test_a_model_of_many_exits_translates_at_each(
     log = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert "train/mean_exit_nll" in log[0]
     whole = translated(data, run, tmp_path)
+    capsys.readouterr()
     assert translated(data, run, tmp_path, "--encoder-layers", "2", "--decoder-layers", "2") == whole
+    assert translated(data, run, tmp_path, "--exit", "1-2")
+    assert "was not trained at exit" not in capsys.readouterr().err
     assert translated(data, run, tmp_path, "--decoder-layers", "1") == translated(
         data, run, tmp_path, "--exit", "2-1"
     )
@@ -123,8 +307,19 @@ def test_a_model_of_many_exits_translates_at_each(
     picture = tmp_path / "depths.svg"
     report = ["report", "depths", "--run", str(run), "--checkpoint", "last", "--input", str(text / "test.en")]
     report += ["--reference", str(text / "test.de"), "--out", str(picture)]
+    batches: list[int] = []
+    from deepspeed_nmt.search import translate as module
+
+    def counted(model: object, tokenizer: object, lines: list[str], *more: object, **named: object) -> object:
+        batches.append(len(lines))
+        return translate_lines(model, tokenizer, lines, *more, **named)
+
+    translate_lines = module.translate_lines
     capsys.readouterr()
-    assert main([*report, "--json", "--oracle"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "translate_lines", counted)
+        assert main([*report, "--json", "--oracle"]) == 0
+    assert batches == [8, 20, 20, 20, 20], "a few sentences first, untimed"
     found = json.loads(capsys.readouterr().out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]

@@ -29,6 +29,11 @@ def save(store: CheckpointStore, update: int, best: bool = False) -> None:
     store.save(Progress(update=update, epoch=1, best_score=3.5), EngineScalars(update, 8.0, 2), states(update), best)
 
 
+def damage(store: CheckpointStore, update: int) -> None:
+    file = store.directory / f"update-{update:07d}" / "weights-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep_last=3)
@@ -122,14 +127,54 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
     ("which", "message"),
     [
         ("last", "must hold a checkpoint, but is empty; train first"),
-        ("best", "has no best checkpoint: the run was not validated yet"),
+        ("best", "must hold a checkpoint, but is empty; train first"),
         ("average", "has no average; make one"),
-        ("nowhere", "manifest.json must be readable"),
+        ("nowhere", "--checkpoint must be best, last, average or the path of a checkpoint, but there is no"),
     ],
 )
 def test_a_missing_checkpoint_is_named(store: CheckpointStore, which: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         store.open(which)
+
+
+def test_a_run_without_a_best_checkpoint_names_the_users_option(store: CheckpointStore) -> None:
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="was not validated yet; use --from-checkpoint last"):
+        store.open("best", "--from-checkpoint")
+
+
+def test_a_damaged_best_checkpoint_names_a_way_out(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2, best=True)
+    damage(store, 2)
+    with pytest.raises(CheckpointError, match=r"is damaged; use --checkpoint last, .* or start `train` again"):
+        store.open("best")
+
+
+def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2, best=True)
+    damage(store, 2)
+    save(store, 2)
+    assert newest(store).progress.update == 2 and store.open("best").progress.update == 2
+
+
+def test_a_good_checkpoint_is_kept_only_if_it_is_the_same(store: CheckpointStore) -> None:
+    save(store, 2)
+    before = (store.directory / "update-0000002").stat().st_ino
+    save(store, 2)
+    assert (store.directory / "update-0000002").stat().st_ino == before
+    store.save(Progress(update=2, train_seconds=9.0), EngineScalars(), states(5.0), best=False)
+    assert torch.equal(newest(store).weight("a"), torch.full((2, 3), 5.0))
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    save(store, 8)
+    damage(store, 8)
+    save(store, 5)
+    save(store, 6)
+    assert newest(store).progress.update == 6 and store.names() == ["update-0000006", "update-0000008"]
 
 
 def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,9 @@ class _Fixed(Replica):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
 
-    def at(self, update: int) -> torch.nn.Module:
-        return self.model
+    @contextmanager
+    def at(self, update: int) -> Iterator[torch.nn.Module]:
+        yield self.model
 
 
 def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
@@ -107,6 +110,6 @@ def test_the_replica_asks_an_engine_once_for_an_update() -> None:
     engine = Counting()
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
     replica = Replica(build_transformer(config, Vocabulary(9)), engine)
-    assert replica.at(3) is replica.at(3) and engine.asked == 1
-    replica.at(4)
-    assert engine.asked == 2
+    for update, asked in ((3, 1), (3, 1), (4, 2)):
+        with replica.at(update) as model:
+            assert not model.training and engine.asked == asked

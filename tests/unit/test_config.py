@@ -122,6 +122,36 @@ def test_exits_that_do_not_exist_are_refused() -> None:
     assert "must be all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
 
 
+def test_a_setting_of_another_name_says_which() -> None:
+    assert problems("model.encoder_loops=2") == [
+        "model.encoder_loops is a setting of model.name=recurrent only; give that, too, or leave it out"
+    ]
+    assert "search.alpha is a setting of search.name=deep_shallow only" in problems("search.alpha=0.3")[0]
+    assert load_config(settings=["model.name=recurrent", "model.encoder_loops=2"])
+
+
+def test_deep_shallow_search_needs_a_model_that_grows() -> None:
+    (sentence,) = problems("search.name=deep_shallow")
+    assert "needs the two nets of model.name=depth_growing, but model.name is transformer" in sentence
+    assert load_config(settings=["search.name=deep_shallow", "model.name=depth_growing"])
+
+
+def test_weights_that_train_nothing_are_refused() -> None:
+    small = ["objective.label_smoothed=null", "model.encoder_layers=1", "model.decoder_layers=2"]
+    weights = "objective.multi_softmax.weights"
+    (sentence,) = problems(*small, weights + "={1-1: 0, 1-2: 0}")
+    assert "must give one of the exits that are trained a weight above 0, but all of those of exits=all" in sentence
+    (sentence,) = problems(*small, weights + "={1-2: 0}", "objective.multi_softmax.exits=1x1")
+    assert "all of those of exits=1x1 weigh nothing; raise that of 1-2" in sentence
+    assert load_config(settings=[*small, weights + "={1-2: 0}"])
+
+
+def test_exits_that_yaml_takes_for_a_number() -> None:
+    (sentence,) = problems("objective.label_smoothed=null", "objective.multi_softmax.exits=0x2")
+    assert "objective.multi_softmax.exits: must be all, or a string AxB such as 2x2" in sentence
+    assert "but is 2 in YAML" in sentence
+
+
 def test_keys_of_any_type_are_refused_in_words(tmp_path: Path) -> None:
     file = tmp_path / "odd.yaml"
     file.write_text("3: {a: 1}\n")

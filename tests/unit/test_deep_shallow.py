@@ -87,6 +87,14 @@ def test_an_ensemble_of_one_model_twice_is_that_model() -> None:
     assert twice[0][0].score == pytest.approx(alone[0][0].score, rel=1e-5)
 
 
+def test_an_exit_of_an_ensemble_decodes() -> None:
+    models, config = [plain(1), plain(2)], BeamConfig(beam=3)
+    found = BeamSearch(Ensemble(models).eval().at_exit("1-1"), *SPECIALS, config).search(SOURCE)
+    cut = Ensemble([model.at_exit("1-1") for model in models]).eval()
+    assert found == BeamSearch(cut, *SPECIALS, config).search(SOURCE)
+    assert Ensemble(models).train().at_exit("1-1").training
+
+
 def test_an_ensemble_averages_probabilities() -> None:
     models = [plain(1), plain(2)]
     both = Ensemble(models).eval()

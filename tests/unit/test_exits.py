@@ -186,6 +186,23 @@ def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> 
     torch.testing.assert_close(output.nll, vanilla.nll)
 
 
+def test_validation_counts_the_top_even_where_training_gives_it_no_weight() -> None:
+    model, data = transformer().eval(), batch()
+    output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights={"3-3": 0.0}), V.pad))(model, data)
+    vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
+    torch.testing.assert_close(output.loss, vanilla.loss, rtol=1e-7, atol=1e-7)
+
+
+def test_which_exits_are_trained() -> None:
+    def trained(**settings: object) -> set[str]:
+        config = MultiSoftmaxConfig.model_validate(settings)
+        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains(n, m, (2, 2))}
+
+    assert trained() == {"1-1", "1-2", "2-1", "2-2"}
+    assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}
+    assert trained(weights={"2-2": 0.0, "1-2": 3.0}) == {"1-1", "1-2", "2-1"}
+
+
 def test_sampled_exits_hold_the_top_and_change_from_update_to_update() -> None:
     model, seen = transformer(encoder=4).train(), set()
     likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)

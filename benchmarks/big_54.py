@@ -1,0 +1,137 @@
+"""Three real updates of the 54-layer BIG deep decoder on CPU ranks, under ZeRO-3 with recomputation.
+
+    python benchmarks/big_54.py [--ranks 2] [--tokens 64] [--updates 3]
+
+755 million parameters with V=32,000; DDR and ALD are off. Prints loss, gradient norm and seconds of each update, and
+the peak memory of each rank. It shows that the model trains when no rank holds it; a CPU says nothing of its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+DS_CONFIG = {
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": 2e7,
+        "reduce_bucket_size": 5e6,
+        "stage3_prefetch_bucket_size": 5e6,
+        "stage3_max_live_parameters": 4e7,
+        "stage3_max_reuse_distance": 4e7,
+        "stage3_param_persistence_threshold": 0,
+    }
+}
+SETTINGS = [
+    *("objective.ddr=null", "objective.ald=null", "engine.name=deepspeed", "engine.device=cpu"),
+    *("engine.recompute_encoder=1", "engine.recompute_decoder=1", "engine.precision=fp32"),
+]
+VOCABULARY = 32000
+
+
+def say(line: str) -> None:
+    """To standard output, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def be_a_rank(arguments: argparse.Namespace) -> None:
+    """Train, and let rank 0 say how it went."""
+    import numpy as np
+    import torch
+
+    from deepspeed_nmt.config import load_config
+    from deepspeed_nmt.core.objective import TrainModule
+    from deepspeed_nmt.core.vocabulary import Vocabulary
+    from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+    from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
+    from deepspeed_nmt.data.plan import BatchConfig
+    from deepspeed_nmt.engine import build_engine
+    from deepspeed_nmt.parallel.collectives import gather_lists
+    from deepspeed_nmt.parallel.world import join_world, leave_world
+    from deepspeed_nmt.runs import build_model, build_objective
+    from deepspeed_nmt.train.optimizer import build_optimizer
+
+    world = join_world("cpu", timeout_s=1200)
+    vocabulary = Vocabulary(VOCABULARY)
+    directory = Path(arguments.scratch, f"rank{world.rank}")
+    directory.mkdir()
+    (directory / "zero3.json").write_text(json.dumps(DS_CONFIG))
+    config = load_config("deep_decoder_big_54", settings=[*SETTINGS, f"engine.ds_config={directory / 'zero3.json'}"])
+    rng = np.random.default_rng(1)
+    pairs = [rng.integers(4, VOCABULARY, size=(64, 15)).tolist() for _ in range(2)]
+    with CorpusWriter(directory, "train", VOCABULARY) as writer:
+        writer.append(*pairs)
+    corpus = Corpus(directory, "train")
+    tokens = arguments.tokens
+    batches = BatchConfig(update_tokens=tokens * world.ranks, micro_tokens=tokens)
+    loader = TrainLoader(corpus, batches, 1, world.rank, world.ranks, vocabulary)
+    model = build_model(config, vocabulary)
+    model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
+    module = TrainModule(model, build_objective(config, vocabulary))
+    parameters = sum(p.numel() for p in module.parameters())
+    layers = (config.model.model_dump()["encoder_layers"], config.model.model_dump()["decoder_layers"])
+    optimizer = build_optimizer(config.optimizer, module)
+    dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
+    engine = build_engine(config.engine, module, optimizer, 1.0, world, dummy)
+    if world.is_main:
+        say(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
+    for update in loader.updates(Cursor(), 1):
+        started = time.monotonic()
+        result = engine.update(update.micro_batches, update.target_tokens, 1e-4)
+        nll = float(result.sums["nll"]) / sum(batch.target_tokens for batch in update.micro_batches)
+        if world.is_main:
+            seconds = time.monotonic() - started
+            say(f"update {update.number}: nll {nll:.3f}, norm {result.grad_norm:.3f}, {seconds:.1f} s")
+        if update.number == arguments.updates:
+            break
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peaks = gather_lists([peak], world)
+    if world.is_main:
+        say(f"peak memory of the ranks: {', '.join(f'{each:.1f}' for each in peaks)} GiB; {sum(peaks):.1f} in all")
+        say(f"torch {torch.__version__}")
+    leave_world()
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64, help="padded tokens of a rank in an update")
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.scratch:
+        return be_a_rank(arguments)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(arguments.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks)),
+            "TORCH_EXTENSIONS_DIR": scratch,
+            # Freed memory goes back to the system, so that the figure is what is held.
+            "MALLOC_TRIM_THRESHOLD_": "0",
+        }
+        words = [sys.executable, __file__, *sys.argv[1:], "--scratch", scratch]
+        ranks = [
+            subprocess.Popen(words, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(arguments.ranks)
+        ]
+        sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

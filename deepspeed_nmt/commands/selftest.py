@@ -1,0 +1,123 @@
+"""Train small models of every method under every engine on this machine, and compare with one plain process.
+
+    deepspeed-nmt selftest --ranks 2                      # on one machine
+    srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, the way training is started
+
+A few minutes. Losses and gradient norms of ten updates and the weights after them must agree: to 1e-5 in fp32 on a
+CPU, to 1e-3 on a GPU, to 5% in 16 bit. Then the state of each engine is handed to a new one, which must go on as if
+nothing had happened. It exits with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.selftest import Row
+
+HELP = "compare all engines on this machine or cluster"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start [GPUs of this machine, or 2]")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="one method instead of all")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each row")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the ranks, or be one of them."""
+    import os
+
+    from deepspeed_nmt.errors import ConfigError
+
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, but is {arguments.ranks}")
+    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    if launched > 1 and arguments.ranks not in (None, launched):
+        raise ConfigError(f"--ranks must be left out where a launcher starts the processes ({launched} of them)")
+    if launched == 1 and "RANK" not in os.environ:
+        return _start(arguments)
+    return _be_one(arguments)
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Start the ranks on this machine, the first of which does the talking; wait for all."""
+    import os
+    import socket
+    import subprocess
+    import sys
+    import tempfile
+
+    import torch
+
+    ranks = arguments.ranks or max(2, torch.cuda.device_count() if arguments.device != "cpu" else 2)
+    if arguments.device != "cpu" and torch.cuda.is_available():
+        ranks = min(ranks, torch.cuda.device_count())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", "deepspeed_nmt", "selftest", "--device", arguments.device]
+    words += [flag for flag in ("--quick", "--json") if getattr(arguments, flag[2:])]
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCH_EXTENSIONS_DIR": scratch,
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        }
+        processes = [
+            subprocess.Popen(words, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+        try:
+            return max(abs(process.wait()) for process in processes)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+
+
+def _be_one(arguments: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from deepspeed_nmt.console import output, setup_logging
+    from deepspeed_nmt.parallel.world import join_world, leave_world
+    from deepspeed_nmt.selftest import rows
+
+    failed = 0
+    world = join_world(arguments.device, timeout_s=300.0)
+    setup_logging(world.rank)
+    try:
+        if world.is_main and not arguments.json:
+            output(_HEAD)
+        for row in rows(world, quick=arguments.quick):
+            failed += not row.passed
+            if world.is_main:
+                output(json.dumps({**asdict(row), "passed": row.passed}) if arguments.json else _line(row))
+    finally:
+        leave_world()
+    if world.is_main and not arguments.json:
+        output(
+            "all agree" if not failed else f"{failed} differ: do not train with those here; please report the table"
+        )
+    return 1 if failed else 0
+
+
+_HEAD = (
+    f"{'method':<14}{'engine':<22}{'ranks':>6}{'loss':>10}{'norm':>10}{'weights':>10}{'resumed':>9}{'':>8}{'s':>7}"
+)
+
+
+def _line(row: Row) -> str:
+    ranks = str(row.ranks) if row.tensor_ranks == 1 else f"{row.ranks // row.tensor_ranks}x{row.tensor_ranks}"
+    start = f"{row.method:<14}{row.engine:<22}{ranks:>6}"
+    if row.problem:
+        return f"{start}  FAIL: {row.problem}"
+    figures = f"{row.loss:>10.1e}{row.norm:>10.1e}{row.weights:>10.1e}{row.resumed:>9.0e}"
+    return f"{start}{figures}{'pass' if row.passed else 'FAIL':>8}{row.seconds:>7.1f}"

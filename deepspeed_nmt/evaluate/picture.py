@@ -1,0 +1,26 @@
+"""Where a picture goes, checked before the work it shows is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepspeed_nmt.errors import ConfigError
+
+
+def check_picture(out: Path) -> None:
+    """Refuse a file that a picture cannot be written to.
+
+    Raises:
+        ConfigError: if it is a directory, in none that exists, or its suffix is none of a picture.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if out.is_dir():
+        raise ConfigError(f"--out must be a file, but {out} is a directory; give a name in it, such as {out}/out.png")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out must be in a directory that exists, but {out.parent} does not; make it first")
+    # matplotlib adds a suffix where there is none, and would write to another file than the user named.
+    if out.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ConfigError(
+            f"--out must end in .png, .svg or .pdf, or another suffix that matplotlib writes, but is {out}"
+        )

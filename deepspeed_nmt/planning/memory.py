@@ -1,0 +1,187 @@
+"""The memory of one GPU in training, by part, and the work of an update.
+
+Activations and the work are not estimated by formulas: one update of the run's own model and objective is carried out
+on the meta device, forwards and backwards, and counted. What an engine keeps for each parameter is arithmetic.
+
+Bytes for each parameter held, n being the ranks that work on different micro-batches:
+
+    engine            weights  gradients  optimizer     buffers
+    plain, fp32       4        4          8
+    plain, 16 bit     4        4          8             2 (autocast's copies)
+    ZeRO 0, fp32      4        4          8
+    ZeRO 1, fp32      4        4          12/n          4/n (the gradient it steps with)
+    ZeRO 1, 16 bit    2        2          12/n          4/n
+    ZeRO 2            the same, but gradients are divided by n
+    ZeRO 3            weights, too, are divided by n; those in use and fetched ahead are buffers
+
+Gradients pass through buckets, whose size is in the DeepSpeed configuration. Frozen parameters have weights alone.
+Optimizer state and weights that are offloaded count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.planning.tally import Tally
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+LENGTH = 32
+"""Tokens of a sentence of the micro-batches that are counted."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch needs.
+
+    Attributes:
+        tokens: target tokens, and source tokens, of the micro-batch.
+        activations: bytes that the forward pass leaves for the backward pass.
+        logits: bytes on top of those, for the projection, the loss, and whatever the backward pass needs at once.
+        flops: of the model's matrix products, forwards and backwards.
+    """
+
+    tokens: int
+    activations: int
+    logits: int
+    flops: int
+
+
+def count_update(
+    model: TranslationModel,
+    objective: Objective,
+    vocabulary: Vocabulary,
+    tokens: int,
+    recompute: int,
+    updates: int = 1,
+) -> Work:
+    """Carry out micro-batches of a model on the meta device, one for each of some updates, and count.
+
+    Memory is the most of those updates (random choices differ between them), work their mean.
+
+    Args:
+        model: on the meta device, in the dtype it is trained in.
+        tokens: padded target tokens, and source tokens, of a micro-batch.
+        recompute: every so manieth layer, on both sides; 0 none.
+    """
+    model.recompute(recompute, recompute)
+    module = TrainModule(model, objective).train()
+    for parameter in model.parameters():
+        # Gradients are there already, as in the second micro-batch of an update.
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    found = []
+    for update in range(1, updates + 1):
+        batch = _batch(tokens, vocabulary, update)
+        kept: list[int] = []
+        with Tally() as tally:
+            hook = model.projection.register_forward_pre_hook(lambda *_, t=tally, k=kept: k.append(t.bytes))
+            module(batch).loss.backward()
+            hook.remove()
+        found.append((kept[0], tally.peak_bytes - kept[0], tally.flops))
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.recompute(0, 0)
+    return Work(
+        tokens=batch.target_tokens,
+        activations=max(kept for kept, _, _ in found),
+        logits=max(logits for _, logits, _ in found),
+        flops=sum(flops for _, _, flops in found) // updates,
+    )
+
+
+def _batch(tokens: int, vocabulary: Vocabulary, update: int) -> Batch:
+    length = min(LENGTH, tokens)
+    rows = max(1, tokens // length)
+
+    def of(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device="meta")
+
+    count = rows * length
+    # One source position counts as padding: batches that have none are rare.
+    texts = (of(rows, length), of(rows, length), of(rows, length))
+    return Batch(*texts, of(rows), count, count - 1, vocabulary.pad, 1, update, 0, count, rows)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over GPUs.
+
+    Attributes:
+        stage: of ZeRO; None for plain torch.
+        ranks: GPUs in all.
+        tensor_ranks: of these, how many share a model.
+        bits: 32 or 16.
+        zero: the section ``zero_optimization`` of the DeepSpeed configuration.
+    """
+
+    stage: int | None
+    ranks: int
+    tensor_ranks: int = 1
+    bits: int = 16
+    zero: Mapping[str, Any] | None = None
+
+
+def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
+    """Bytes that one GPU holds besides activations and logits, by part.
+
+    Args:
+        trained, frozen: parameters of this rank's slice of the model.
+    """
+    zero = dict(layout.zero or {})
+    n = layout.ranks // layout.tensor_ranks
+    width = layout.bits // 8
+    count = trained + frozen
+    if layout.stage is None or layout.stage == 0:
+        copies = 2 * count if layout.bits == 16 else 0
+        return {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained, "buffers": copies}
+    bucket = int(float(zero.get("reduce_bucket_size", 5e8)))
+    # Made in full, however small the model; a second one to fill while the first is on its way.
+    bucket_bytes = width * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
+    optimizer, buffers = 12 * trained // n, 4 * trained // n + bucket_bytes
+    weights = width * count
+    gradients = width * trained
+    if layout.stage >= 2:
+        gradients //= n
+    if layout.stage == 3:
+        weights //= n
+        live = int(float(zero.get("stage3_max_live_parameters", 1e9)))
+        ahead = int(float(zero.get("stage3_prefetch_bucket_size", 5e7)))
+        buffers += width * min(count, live + ahead)
+    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        optimizer, buffers = 0, buffers - 4 * trained // n
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        weights = 0
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
+
+
+WorkOf = Callable[[int, int], Work]
+
+
+def interpolated(none: tuple[Work, Work], every: tuple[Work, Work]) -> WorkOf:
+    """Work of any micro-batch from counts of a small and a large one, without and with recomputation of all layers.
+
+    Everything grows linearly with the tokens, on top of what does not depend on them; of k layers one recomputed
+    saves one k-th.
+    """
+
+    def line(tokens: int, small: int, large: int, pair: tuple[Work, Work]) -> float:
+        slope = (large - small) / (pair[1].tokens - pair[0].tokens)
+        return small + slope * (tokens - pair[0].tokens)
+
+    def work(tokens: int, recompute: int) -> Work:
+        share = 0.0 if recompute == 0 else 1.0 / recompute
+        values = []
+        for what in ("activations", "logits", "flops"):
+            ends = [line(tokens, getattr(pair[0], what), getattr(pair[1], what), pair) for pair in (none, every)]
+            values.append(int(ends[0] + share * (ends[1] - ends[0])))
+        return Work(tokens, *values)
+
+    return work

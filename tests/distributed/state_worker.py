@@ -1,0 +1,82 @@
+"""One of two ranks that make an update under several engines and count the bytes of all tensors they then hold.
+
+Arguments: corpus directory, output file, engines as in tests/parity/engine_worker.py. The output is JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine import EngineConfig, build_engine
+from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World, join_world, leave_world
+from deepspeed_nmt.planning.memory import Layout, state_bytes
+
+V = Vocabulary(5000)
+CONFIG = TransformerConfig(dim=256, ffn_dim=1024, heads=4, encoder_layers=2, decoder_layers=2)
+
+
+def held() -> int:
+    """Bytes of all storages that Python can reach."""
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None:
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def count(directory: Path, name: str, world: World) -> dict[str, Any]:
+    gc.collect()
+    before = held()
+    torch.manual_seed(1)
+    module = TrainModule(build_transformer(CONFIG, V), Objective(LabelSmoothed(0.1, V.pad)))
+    trained = sum(p.numel() for p in module.parameters())
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, fused=True)
+    corpus = Corpus(directory, "train")
+    dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
+    kind, _, precision = name.partition(":")
+    settings = EngineConfig(
+        name="plain" if kind == "plain" else "deepspeed", ds_config=kind, precision=precision or "fp32", device="cpu"
+    )
+    engine = build_engine(settings, module, optimizer, 1.0, world, dummy)
+    loader = TrainLoader(
+        corpus, BatchConfig(update_tokens=200, micro_tokens=200), 1, world.data_rank, world.data_ranks, V
+    )
+    update = next(iter(loader.updates(Cursor(), 1)))
+    engine.update(update.micro_batches, update.target_tokens, 1e-3)
+    gc.collect()
+    found = held() - before
+    stage = None if kind == "plain" else int(kind[-1])
+    zero = {} if stage is None else load_ds_config(kind)["zero_optimization"]
+    layout = Layout(stage, world.ranks, bits=16 if precision else 32, zero=zero)
+    engine.close()
+    return {"held": found, "planned": state_bytes(trained, 0, layout), "trained": trained}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    world = join_world("cpu", timeout_s=60)
+    report = {name: count(Path(sys.argv[1]), name, world) for name in sys.argv[3:]}
+    if world.is_main:
+        Path(sys.argv[2]).write_text(json.dumps(report))
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The logs of runs, read and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.curves import METRICS_FILE, RunCurves
+from deepspeed_nmt.evaluate.picture import check_picture
+from deepspeed_nmt.train.metrics import Metrics
+
+GOOD = [{"update": update, "train/target_tokens": 100.0 * update, "valid/bleu": 1.0 * update} for update in (1, 2, 3)]
+BAD = [
+    b'{"update": 4, "note": "\xff"}',
+    b'{"train/target_tokens": 500.0, "valid/bleu": 9.0}',
+    b'{"update": "four", "train/target_tokens": 500.0}',
+    b'{"update": NaN, "train/target_tokens": 500.0}',
+    b"null",
+    b'{"update": 5, "train/tar',
+]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A run whose log has good lines and bad ones."""
+    good = [json.dumps(entry).encode() for entry in GOOD]
+    (tmp_path / METRICS_FILE).write_bytes(b"\n".join([good[0], *BAD[:-1], *good[1:], BAD[-1]]))
+    return tmp_path
+
+
+def test_lines_that_are_no_entries_are_skipped(damaged: Path) -> None:
+    curves = RunCurves(damaged)
+    assert (curves.updates, curves.tokens) == (3, 300.0)
+    assert curves.curve("valid/bleu").values == [1.0, 2.0, 3.0]
+
+
+def test_a_report_of_a_damaged_log(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = damaged / "out.svg"
+    assert main(["report", "collapse", str(damaged), "--out", str(picture), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best_valid_bleu"] == 3.0 and picture.is_file()
+    assert main(["report", "collapse", str(damaged), "--out", str(damaged)]) == 2
+    assert "--out must be a file" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_a_damaged_log(damaged: Path) -> None:
+    with Metrics(damaged, True, 2, 9) as metrics:
+        metrics.log(3, {"valid/bleu": 5.0})
+    lines = (damaged / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["out.png", "out.SVG", "a.b.pdf"])
+def test_a_picture_goes_where_matplotlib_writes_it(tmp_path: Path, name: str) -> None:
+    check_picture(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("out", "must end in .png, .svg or .pdf"),
+        (".png", "must end in"),
+        ("out.doc", "must end in"),
+        ("no/out.png", "must be in a directory that exists"),
+        ("", "must be a file, but .* is a directory"),
+    ],
+)
+def test_what_no_picture_can_be_written_to_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_picture(tmp_path / name)

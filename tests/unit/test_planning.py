@@ -1,0 +1,167 @@
+"""Plans against what really is allocated, and against arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.planning.advice import GIB, advise
+from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
+from deepspeed_nmt.planning.memory import Layout, Work, count_update, interpolated, state_bytes
+from deepspeed_nmt.planning.tally import Tally
+from deepspeed_nmt.runs import build_model, build_objective
+
+V = Vocabulary(2000)
+NARROW = ["model.dim=128", "model.ffn_dim=512", "model.heads=4"]
+
+
+def really_allocated(config: RunConfig, recompute: int, tokens: int) -> int:
+    """The most that the second micro-batch of an update allocates on the CPU, by torch's own profiler."""
+    model = build_model(config, V)
+    model.recompute(recompute, recompute)
+    module = TrainModule(model, build_objective(config, V)).train()
+    rows = tokens // 32
+    text = [torch.randint(4, V.size, (rows, 32)) for _ in range(3)]
+    batch = Batch(*text, torch.arange(rows), tokens, tokens - 1, V.pad, 1, 1, 0, tokens, rows)
+    module(batch).loss.backward()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        module(batch).loss.backward()
+    held = most = 0
+    assert found.profiler is not None
+    for event in sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "recompute"),
+    [
+        ("transformer_base", [], 0),
+        ("transformer_base", [], 1),
+        ("deep_decoder_base_30", ["model.encoder_layers=2", "model.decoder_layers=5", "layer.drop_depth=2"], 0),
+        ("multi_softmax_base", ["model.encoder_layers=2", "model.decoder_layers=3"], 0),
+        ("recurrent_base_8_4", [], 1),
+        ("depth_growing_base_8", [], 0),
+    ],
+)
+def test_planned_activations_and_logits_are_what_is_allocated(
+    recipe: str, settings: Sequence[str], recompute: int
+) -> None:
+    config = load_config(recipe, settings=[*NARROW, *settings])
+    with torch.device("meta"):
+        model = build_model(config, V)
+    work = count_update(model, build_objective(config, V), V, 512, recompute)
+    assert work.activations + work.logits == pytest.approx(really_allocated(config, recompute, 512), rel=0.1)
+
+
+def test_other_sizes_follow_from_two_counts() -> None:
+    config = load_config("deep_decoder_base_30", settings=[*NARROW, "model.decoder_layers=8", "layer.drop_depth=2"])
+    with torch.device("meta"):
+        model = build_model(config, V)
+
+    def count(tokens: int, recompute: int) -> Work:
+        return count_update(model, build_objective(config, V), V, tokens, recompute)
+
+    work = interpolated((count(2048, 0), count(8192, 0)), (count(2048, 1), count(8192, 1)))
+    for tokens, recompute in [(4096, 0), (16384, 1), (4096, 2), (16384, 4)]:
+        counted, followed = count(tokens, recompute), work(tokens, recompute)
+        total = counted.activations + counted.logits
+        assert followed.activations + followed.logits == pytest.approx(total, rel=0.1)
+        assert followed.flops == pytest.approx(counted.flops, rel=0.05)
+
+
+def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> None:
+    config = load_config("transformer_base")
+    with torch.device("meta"):
+        model = build_model(config, Vocabulary(32000))
+    work = count_update(model, build_objective(config, V), V, 1024, 0)
+    layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
+    attention = 18 * 3 * 4 * 1024 * 32 * 512  # forwards once, backwards twice; q k^T and its product with v
+    assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
+
+
+def test_a_tally_counts_what_is_held_and_freed() -> None:
+    outside = torch.zeros(1000)
+    with Tally() as tally:
+        kept = outside * 2.0
+        view = kept.view(10, 100)
+        temporary = view @ view.t()
+        del temporary
+        more = torch.empty(25)
+    assert (tally.bytes, tally.peak_bytes) == (4000 + 100, 4000 + 400)
+    assert tally.flops == 2 * 10 * 100 * 10
+    del more
+    assert tally.bytes == 4000
+
+
+def test_bytes_of_each_parameter() -> None:
+    def by_parameter(**layout: object) -> dict[str, float]:
+        found = state_bytes(1000, 0, Layout(**{"ranks": 4, "zero": {"reduce_bucket_size": 0}, **layout}))  # type: ignore[arg-type]
+        return {part: size / 1000 for part, size in found.items()}
+
+    assert by_parameter(stage=None, bits=32) == {"weights": 4, "gradients": 4, "optimizer": 8, "buffers": 0}
+    assert by_parameter(stage=1) == {"weights": 2, "gradients": 2, "optimizer": 3, "buffers": 1}
+    assert by_parameter(stage=2) == {"weights": 2, "gradients": 0.5, "optimizer": 3, "buffers": 1}
+    assert by_parameter(stage=3)["weights"] == 0.5
+    frozen = state_bytes(100, 900, Layout(2, 4, zero={"reduce_bucket_size": 0}))
+    assert frozen["weights"] == 2000 and frozen["optimizer"] == 300
+    offloaded = {"reduce_bucket_size": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert by_parameter(stage=3, zero=offloaded)["optimizer"] == 0
+    assert by_parameter(stage=3, zero=offloaded)["weights"] == 0
+
+
+def test_advice_prefers_what_is_fast_and_fits() -> None:
+    def work(tokens: int, recompute: int) -> Work:
+        share = 0.0 if recompute == 0 else 1.0 / recompute
+        return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
+
+    zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
+
+    def advised(gib: float) -> tuple[int | None, int, int, bool]:
+        gpu = Gpu("some", gib, 100.0)
+        plan = advise(work, 300_000_000, 0, gpu, Layout(None, 8), 32768, zero)
+        assert plan.fits(gpu) == (plan.total <= (gib - 1.0) * 0.94 * GIB)
+        return plan.layout.stage, plan.recompute, plan.micro_tokens, plan.fits(gpu)
+
+    assert advised(80.0) == (1, 0, 4096, True)
+    stage, recompute, tokens, fits = advised(5.0)
+    assert fits and (stage != 1 or recompute > 0 or tokens < 4096), "a small GPU saves memory somewhere"
+    assert not advised(1.1)[3]
+
+
+def test_gpus_have_names() -> None:
+    assert gpu_named("v100-16g") is GPUS["v100-16g"]
+    assert gpu_named("v100-16g").precision == "fp16"
+    assert (gpu_named("rtx4090:24").gib, gpu_named("rtx4090:24").tflops) == (24.0, 0.0)
+    known = kind_of("NVIDIA H200")
+    assert known is not None and known.name == "h200-141g"
+    assert gpu_named("Tesla V100-SXM2:16").precision == "fp16"
+    for wrong in ("v100", "v100-16", "x:", ":8", "x:0", "x:eight"):
+        with pytest.raises(ConfigError, match="--gpu must be one of"):
+            gpu_named(wrong)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "deep_decoder_base_30", *NARROW, "--vocab-size", "500"]
+    assert main([*words, "--gpu", "v100-16g", "--num-gpus", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] > 0 and found["advised"]["fits"]
+    assert sum(found["advised"]["bytes"].values()) == 2 * found["advised"]["bytes"]["total"]
+    assert any(word.startswith("batch.micro_tokens=") for word in found["advice"])
+    assert main([*words, "--gpu", "some:0.5", "--num-gpus", "8", "engine.tensor_parallel=2"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "GFLOP" in text and "tokens/s" not in text
+    assert main([*words, "--gpu", "v100-16g", "--num-gpus", "3", "engine.tensor_parallel=2"]) == 2
+    assert "engine.tensor_parallel must divide --num-gpus, but is 2 with 3 GPUs" in capsys.readouterr().err

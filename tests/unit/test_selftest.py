@@ -1,0 +1,80 @@
+"""The table of `selftest`; that engines agree is for tests/parity to show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt import selftest
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands.selftest import _line
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.parity import METHODS, build
+from deepspeed_nmt.selftest import Row, rows
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def one_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "METHODS", {"vanilla": METHODS["vanilla"]})
+
+
+def test_engines_that_agree_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1)])
+    (row,) = rows(ALONE)
+    assert row.passed and row.resumed == 0.0
+    assert "pass" in _line(row)
+
+
+def test_one_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
+        found = build(method, engine, world, directory, **options)  # type: ignore[arg-type]
+        if engine == "plain+recompute":
+            found._clip_norm = 0.4  # type: ignore[attr-defined]
+        return found
+
+    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(selftest, "build", wrong)
+    first, second = rows(ALONE)
+    assert not first.passed and first.weights > 1e-5
+    assert "FAIL" in _line(first)
+    assert second.passed
+
+
+def test_one_that_cannot_run_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
+        if engine == "plain+recompute":
+            raise RuntimeError("no kernel image is available")
+        return build(method, engine, world, directory, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(selftest, "build", broken)
+    first, second = rows(ALONE)
+    assert "FAIL: RuntimeError: no kernel image is available" in _line(first)
+    assert second.passed
+
+
+def test_nan_does_not_pass() -> None:
+    assert not Row("vanilla", "plain", 1, 1, 1e-5, float("nan"), 0.0, 0.0, 0.0).passed
+    assert Row("vanilla", "plain", 1, 1, 1e-5, 1e-5, 0.0, 0.0, 0.0).passed
+
+
+def test_bad_numbers_of_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["selftest", "--ranks", "0"]) == 2
+    assert "--ranks must be at least 1, but is 0" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["selftest", "--ranks", "2"]) == 2
+    assert "--ranks must be left out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--ranks", "2", "--device", "cpu", "--quick", "--json"]) == 0
+    found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    assert len(found) > 8 and all(row["passed"] for row in found)
