@@ -23,6 +23,7 @@ from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, EngineConfig
+from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.methods.ald import ALD, ALDConfig
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
@@ -125,7 +126,8 @@ def build(
 
     Args:
         method: a key of METHODS.
-        engine: NAME[:PRECISION][+recompute], the name being plain or zero0 ... zero3.
+        engine: NAME[:PRECISION][+recompute], the name being plain, zero0 ... zero3, or offload (ZeRO-3 with
+            weights and optimizer in the host's memory).
         world: whose ``tensor_ranks`` share a model.
         directory: of the corpus; each rank writes its DeepSpeed configuration there.
         weights: to start from, instead of fresh ones.
@@ -146,9 +148,11 @@ def build(
     settings: dict[str, Any] = {"name": "plain", "precision": precision or "fp32", "device": world.device.type}
     if name != "plain":
         file = directory / f"rank{world.rank}.json"
-        content: dict[str, Any] = {
-            "zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
-        }
+        content: dict[str, Any] = {"zero_optimization": {"stage": 0 if name == "offload" else int(name[-1])}}
+        if name == "offload":
+            content = load_ds_config("zero3_offload")
+        # Otherwise ZeRO-3 would leave so small parameters whole.
+        content["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         if precision == "fp16":
             content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
         file.write_text(json.dumps(content))

@@ -73,7 +73,7 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     names = ["plain", "plain+recompute"]
     if has_deepspeed:
-        names += ["zero0", "zero1", "zero2+recompute", "zero3", "zero3+recompute"]
+        names += ["zero0", "zero1", "zero2+recompute", "zero3", "zero3+recompute", "offload"]
         names += ["zero2:fp16"] if world.device.type == "cuda" else []
         names += ["zero1:bf16", "zero3:bf16+recompute"] if _has_bf16(world) else []
     yield from ((name, 1) for name in names)

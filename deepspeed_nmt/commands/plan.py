@@ -3,7 +3,7 @@
     deepspeed-nmt plan --recipe deep_decoder_big_54 --gpu v100-32g --num-gpus 32
 
 Memory is counted by carrying out an update of the model on torch's meta device, where tensors have shapes only; see
-docs/planning.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.
+docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.
 
 A sweep is a small grid of settings around a recipe, one of the papers' figures for example. `--sweep` lists its
 points; with `--point I` it prints one as arguments for `train`:

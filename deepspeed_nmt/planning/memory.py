@@ -97,17 +97,44 @@ def count_update(
     )
 
 
-def _batch(tokens: int, vocabulary: Vocabulary, update: int) -> Batch:
+@dataclass(frozen=True)
+class Rates:
+    """Work of training, forwards and backwards without recomputation, in operations.
+
+    Attributes:
+        source, target: for each source and each target token.
+    """
+
+    source: float
+    target: float
+
+
+def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary, updates: int = 2) -> Rates:
+    """Count a model on the meta device; the mean over some updates, since random choices differ between them."""
+    module = TrainModule(model, objective).train()
+    rows, flops = 8, []
+    for source_length in (LENGTH, 2 * LENGTH):
+        with Tally() as tally:
+            for update in range(1, updates + 1):
+                module(_batch(rows * LENGTH, vocabulary, update, source_length)).loss.backward()
+        flops.append(tally.flops / updates)
+    tokens = rows * LENGTH
+    source = (flops[1] - flops[0]) / tokens
+    return Rates(source, flops[0] / tokens - source)
+
+
+def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int | None = None) -> Batch:
     length = min(LENGTH, tokens)
     rows = max(1, tokens // length)
+    source_length = source_length or length
 
     def of(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device="meta")
 
     count = rows * length
     # One source position counts as padding: batches that have none are rare.
-    texts = (of(rows, length), of(rows, length), of(rows, length))
-    return Batch(*texts, of(rows), count, count - 1, vocabulary.pad, 1, update, 0, count, rows)
+    texts = (of(rows, source_length), of(rows, length), of(rows, length), of(rows))
+    return Batch(*texts, count, rows * source_length - 1, vocabulary.pad, 1, update, 0, count, rows)
 
 
 @dataclass(frozen=True)

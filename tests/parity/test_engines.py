@@ -19,7 +19,7 @@ RECOMPUTED = [f"{name}+recompute" for name in ("zero0", "zero2", "zero3", "zero3
 
 # Methods, and the engines each is run under on one rank and on two. One plain process is what all are compared with.
 ENGINES = {
-    "vanilla": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT]},
+    "vanilla": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, "offload"]},
     "deep_decoder": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, *RECOMPUTED]},
     "exits": {1: ["plain"], 2: ["zero1", "zero3", "zero2:fp16", "zero3+recompute"]},
     "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16", "zero2+recompute"]},

@@ -17,7 +17,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.planning.advice import GIB, advise
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
-from deepspeed_nmt.planning.memory import Layout, Work, count_update, interpolated, state_bytes
+from deepspeed_nmt.planning.memory import Layout, Work, count_rates, count_update, interpolated, state_bytes
 from deepspeed_nmt.planning.tally import Tally
 from deepspeed_nmt.runs import build_model, build_objective
 
@@ -90,6 +90,19 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
     attention = 18 * 3 * 4 * 1024 * 32 * 512  # forwards once, backwards twice; q k^T and its product with v
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
+
+
+def test_rates_part_the_work_between_source_and_target() -> None:
+    config = load_config("transformer_base")
+    vocabulary = Vocabulary(32000)
+    with torch.device("meta"):
+        model = build_model(config, vocabulary)
+    rates = count_rates(model, build_objective(config, vocabulary), vocabulary)
+    encoder = sum(p.numel() for p in model.encoder.parameters() if p.dim() == 2)  # type: ignore[union-attr, operator]
+    decoder = sum(p.numel() for p in model.decoder.parameters() if p.dim() == 2)  # type: ignore[union-attr, operator]
+    memory = 6 * 2 * 512 * 512  # keys and values of the source, in every decoder layer
+    assert rates.source == pytest.approx(6 * (encoder + memory), rel=0.1)
+    assert rates.target == pytest.approx(6 * (decoder - memory + 32000 * 512), rel=0.1)
 
 
 def test_a_tally_counts_what_is_held_and_freed() -> None:
