@@ -13,7 +13,8 @@ from deepspeed_nmt.commands.validation import ModelValidator
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
@@ -21,11 +22,13 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.gpus import kind_of
+from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
 from deepspeed_nmt.train.collapse import CollapseMonitor
-from deepspeed_nmt.train.loop import train
+from deepspeed_nmt.train.loop import Workload, train
 from deepspeed_nmt.train.memory import probe
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
@@ -97,6 +100,7 @@ def _take_up(
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    workload = _workload(config, vocabulary, objective, world)
     assert isinstance(config.search, SearchConfig)
     validator = ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world)
     monitor = CollapseMonitor(
@@ -123,9 +127,25 @@ def _take_up(
             world,
             stop,
             progress,
+            workload,
         )
     engine.close()
     return after
+
+
+def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, world: World) -> Workload | None:
+    """What training costs; None on a CPU, on GPUs whose best is not known, and on ranks that do not log."""
+    if world.device.type != "cuda" or not world.is_main:
+        return None
+    name = torch.cuda.get_device_name(world.device)
+    kind = kind_of(name)
+    if kind is None:
+        logger.info("perf/mfu is not logged: it is not known what %s can do at best", name)
+        return None
+    with torch.device("meta"):
+        model = build_model(config, vocabulary)
+    rates = count_rates(model, objective, vocabulary)
+    return Workload(rates.source, rates.target, kind.tflops * 1e12)
 
 
 def _initialise(

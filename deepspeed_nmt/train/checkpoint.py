@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -50,6 +51,7 @@ class Progress:
         rollbacks: how often the run was rolled back.
         retries: how often since it last got past the update where it failed.
         failed_at: that update; 0 before the first rollback.
+        bad_measurements: of the collapse monitor, in a row.
     """
 
     update: int = 0
@@ -64,6 +66,7 @@ class Progress:
     rollbacks: int = 0
     retries: int = 0
     failed_at: int = 0
+    bad_measurements: int = 0
 
 
 class Checkpoint:
@@ -128,7 +131,9 @@ class Checkpoint:
         return self._tensor("weights", name)
 
     def moment(self, name: str, which: str) -> Tensor:
-        """One of Adam's moments of a parameter, fp32 on the CPU."""
+        """One of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
+        if self.scalars.optimizer_step == 0 and not self.resumable:
+            return torch.zeros_like(self.weight(name))
         return self._tensor("moments", f"{name}.{which}")
 
     def _tensor(self, kind: str, name: str) -> Tensor:

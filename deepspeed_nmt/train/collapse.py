@@ -37,7 +37,6 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import collate
 from deepspeed_nmt.data.plan import BatchConfig, cut_update
-from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation
@@ -55,7 +54,9 @@ class CollapseConfig(Config):
     threshold: float = Field(default=0.2, ge=0.0, description="source reliance, in nats per token, that is too low")
     grace: int = Field(default=0, ge=0, description="updates before the first judgement; 0: twice the warm-up")
     patience: int = Field(default=2, ge=1, description="measurements in a row that must be bad")
-    action: Literal["warn", "stop"] = Field(default="warn", description="what to do then: warn, or stop the run")
+    action: Literal["warn", "stop"] = Field(
+        default="warn", description="what to do then: warn, or save and stop the run"
+    )
 
 
 class CollapseMonitor:
@@ -90,7 +91,6 @@ class CollapseMonitor:
         self._objective = objective
         self._vocabulary = vocabulary
         self._world = world
-        self._low_in_a_row = 0
         order = permutation(len(corpus), Purpose.COLLAPSE_SLICE)[: config.sentences]
         self._sentences = np.sort(order)
         # Each sentence gets the source of its neighbour on a random ring: never its own.
@@ -130,25 +130,28 @@ class CollapseMonitor:
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
         return values
 
-    def judge(self, update: int, values: dict[str, float]) -> None:
-        """Warn, or stop the run, when the last measurements were all bad.
+    def judge(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
+        """Warn when the last measurements were all bad.
 
-        Raises:
-            TrainingError: if that is the action asked for.
+        Args:
+            values: what was measured after ``update``.
+            bad: bad measurements in a row before this one.
+
+        Returns:
+            Bad measurements in a row now, and why the run should stop, if that is the action asked for.
         """
         config = self._config
         guessing = math.log(self._vocabulary.size)
         low, lost = values[RELIANCE] < config.threshold, values[NLL] > guessing
         if update <= self._grace or not (low or lost):
-            self._low_in_a_row = 0
-            return
-        self._low_in_a_row += 1
-        if self._low_in_a_row % config.patience:
-            return
+            return 0, ""
+        bad += 1
+        if bad % config.patience:
+            return bad, ""
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing costs {guessing:.2f}) after {self._low_in_a_row} bad measurements in a row, whatever its "
+                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, whatever its "
                 "training loss says. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
@@ -156,7 +159,7 @@ class CollapseMonitor:
             what = (
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
-                f"{self._low_in_a_row} measurements in a row: it is turning into a language model, and its BLEU will "
+                f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
                 "be near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at "
                 "two fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
                 "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
@@ -164,9 +167,10 @@ class CollapseMonitor:
             )
         message = f"update {update}: {what}"
         if config.action == "stop":
-            raise TrainingError(message)
+            return bad, message
         if self._world.is_main:
             logger.warning("%s", message)
+        return bad, ""
 
     def _nll(self, model: TranslationModel, batch: Batch) -> float:
         with torch.no_grad():

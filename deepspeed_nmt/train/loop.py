@@ -13,6 +13,7 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
+from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
@@ -54,6 +55,25 @@ class TrainingConfig(Config):
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What training costs, and what a GPU can do.
+
+    Attributes:
+        source_flops, target_flops: operations of the model for each source and target token, forwards and backwards.
+        peak_flops: of one GPU, a second.
+    """
+
+    source_flops: float
+    target_flops: float
+    peak_flops: float
+
+    def utilisation(self, source_tokens: float, target_tokens: float, gpu_seconds: float) -> float:
+        """MFU: the model's operations as a share of what the GPUs could have done."""
+        done = self.source_flops * source_tokens + self.target_flops * target_tokens
+        return done / (gpu_seconds * self.peak_flops)
+
+
+@dataclass(frozen=True)
 class Validation:
     """What a validation found.
 
@@ -85,8 +105,12 @@ def train(
     world: World,
     stop: StopRequest,
     progress: Progress,
+    workload: Workload | None = None,
 ) -> Progress | None:
     """Train from ``progress`` until the end, or until asked to stop; what was done is then saved.
+
+    Args:
+        workload: for perf/mfu; None where it is unknown.
 
     Returns:
         Where the run stands; None if it was rolled back: the newest checkpoint then says where it goes on, with
@@ -97,11 +121,12 @@ def train(
             decoder ignores its source and ``collapse.action`` is "stop".
         OSError: if the last checkpoint cannot be written.
     """
-    window = _Window()
+    window = _Window(workload)
     spikes = SpikeWatch(config.spike_factor)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
+    fatal = ""
     updates = Prefetcher(loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
     try:
         while not _finished(config, progress):
@@ -133,13 +158,16 @@ def train(
             if monitor.due(progress.update):
                 found = monitor(progress.update)
                 metrics.log(progress.update, {**found, "train/target_tokens": float(progress.target_tokens)})
-                monitor.judge(progress.update, found)
+                bad, fatal = monitor.judge(progress.update, found, progress.bad_measurements)
+                progress = replace(progress, bad_measurements=bad)
             best = False
             if _due(config.validate_every, progress) or _finished(config, progress):
                 progress, best = _validate(validator, progress, metrics)
             stopping = any_rank(bool(stop), world)
-            if best or stopping or _due(config.save_every or config.validate_every, progress):
+            if best or stopping or fatal or _due(config.save_every or config.validate_every, progress):
                 saved_at = _save(store, engine, progress, best, world, saved_at)
+            if fatal:
+                raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
             if stopping:
                 break
     finally:
@@ -225,14 +253,15 @@ def _save(
 class _Window:
     """Sums since the last line of the log; they stay on the device until the line is due."""
 
-    def __init__(self) -> None:
+    def __init__(self, workload: Workload | None) -> None:
         self.skipped = 0
+        self._workload = workload
         self._clear()
 
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.tokens_of: dict[str, int] = {}
-        self.tokens = self.padded = self.real = self.updates = 0
+        self.tokens = self.worked = self.padded = self.real = self.updates = 0
         self.waited = self.elapsed = 0.0
         self.result: UpdateResult | None = None
 
@@ -244,6 +273,7 @@ class _Window:
             self.tokens += update.target_tokens
             for name in result.sums:  # A term may be part of some updates only.
                 self.tokens_of[name] = self.tokens_of.get(name, 0) + update.target_tokens
+        self.worked += update.target_tokens  # skipped updates are work, too
         self.padded += update.padded_positions
         self.real += update.real_positions
         self.waited += waited
@@ -275,5 +305,8 @@ class _Window:
                 "perf/memory": peak_memory_gib(world.device),
             }
         )
+        if self._workload is not None:
+            gpu_seconds = self.elapsed * world.ranks
+            values["perf/mfu"] = self._workload.utilisation(real - self.worked, self.worked, gpu_seconds)
         self._clear()
         return values

@@ -5,7 +5,8 @@ train/skipped and train/spikes (updates, since the run was last taken up), train
 train/target_tokens (so far), train/divergence and train/ald (the objective's terms, unweighted), valid/loss,
 valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token), collapse/nll,
 collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s, perf/padding
-(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank).
+(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank), perf/mfu (model FLOPs of
+real tokens, without recomputation, as a share of what the GPUs' tensor cores do at best in 16 bit; known GPUs only).
 """
 
 from __future__ import annotations

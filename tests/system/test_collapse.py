@@ -74,9 +74,15 @@ def test_it_is_silent_on_a_good_model(runs: dict[str, tuple[Path, str]]) -> None
 def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     words = ["train", "--data", str(texts / "shuffled"), "--run", str(tmp_path / "run"), *SETTINGS]
-    assert main([*words, "collapse.action=stop", "collapse.every=5", "collapse.grace=5"]) == 1
+    words += ["collapse.action=stop", "collapse.every=5", "collapse.grace=5"]
+    assert main([*words, "training.max_updates=10"]) == 0
+    assert "ignores its source" not in capsys.readouterr().err
+    # The measurement of update 10 was bad, too, and is not forgotten.
+    assert main(words) == 1
     error = capsys.readouterr().err
     assert "stopped: update 15: the decoder ignores its source" in error
+    assert "The run is saved as it is after update 15" in error
+    assert (tmp_path / "run" / "checkpoints" / "update-0000015" / "manifest.json").is_file()
 
 
 def test_report_puts_runs_side_by_side(

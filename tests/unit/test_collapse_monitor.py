@@ -14,7 +14,6 @@ from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
@@ -73,22 +72,24 @@ def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
     judge = monitor(tmp_path).judge
     caplog.set_level(logging.WARNING, logger="deepspeed_nmt")
     low, good, lost = {RELIANCE: 0.01, NLL: 2.0}, {RELIANCE: 0.9, NLL: 2.0}, {RELIANCE: 0.9, NLL: 4.0}
+    bad = 0
     for update, values in ((100, low), (200, low), (300, good), (400, low)):
-        judge(update, values)
+        bad, fatal = judge(update, values, bad)
+        assert not fatal
     assert not caplog.messages, "in grace, then never twice in a row"
-    judge(500, low)
+    assert judge(500, low, bad) == (2, "")
     assert "update 500: the decoder ignores its source" in caplog.messages[0]
     assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
-    judge(600, low)
-    judge(700, lost)
+    assert judge(600, low, 2) == (3, "")
+    assert judge(700, lost, 3) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
     assert "(guessing costs 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
 def test_it_can_stop(tmp_path: Path) -> None:
     judge = monitor(tmp_path, action="stop", patience=1, grace=7).judge
-    with pytest.raises(TrainingError, match="update 8: the decoder ignores its source"):
-        judge(8, {RELIANCE: 0.0, NLL: 1.0})
+    bad, fatal = judge(8, {RELIANCE: 0.0, NLL: 1.0}, 0)
+    assert bad == 1 and fatal.startswith("update 8: the decoder ignores its source")
 
 
 def test_when_it_is_due(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_the_replica_asks_an_engine_once_for_an_update() -> None:
             self.asked += 1
             return iter(())
 
-        update = state = scalars = restore = None  # type: ignore[assignment]
+        update = state = scalars = restore = probe = None  # type: ignore[assignment]
 
     engine = Counting()
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
