@@ -22,6 +22,14 @@ text="$out/text" data="$out/data"
         --valid-source "$text/valid.en" --valid-target "$text/valid.de" --out "$data" --vocab-size 2000
 }
 
+echo "== do all engines agree here"
+"$python" -m deepspeed_nmt selftest --quick
+
+echo "== the planner's advice, in 16 and in 32 GiB"
+for gib in 16 32; do
+    "$python" benchmarks/planned.py --data "$data" --out "$out/planned" --gib "$gib" --updates 60 batch.update_tokens=8192
+done
+
 echo "== what the terms of an objective cost"
 "$python" benchmarks/objectives.py --dim 512 --layers 15 --tokens 4096 --rounds 3
 "$python" benchmarks/exits.py --dim 512 --layers 6 --tokens 4096 --rounds 3

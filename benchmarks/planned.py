@@ -1,0 +1,70 @@
+"""Train with the planner's advice on a GPU restricted to some memory, and compare what was planned with what it took.
+
+    python benchmarks/planned.py --data DATA --out OUT [--recipe R] [--gib 16] [--updates 100] [key=value ...]
+
+Prints planned and measured peak memory, target tokens a second and MFU over the second half. Without a GPU it only
+shows that the road is open: nothing is restricted, and the figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from deepspeed_nmt.cli import main as deepspeed_nmt
+from deepspeed_nmt.commands.planner import Planner
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.planning.advice import CONTEXT_GIB, GIB
+from deepspeed_nmt.planning.gpus import Gpu, kind_of
+
+
+def main() -> None:
+    """Plan, train, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipe", default="deep_decoder_big_54")
+    parser.add_argument("--gib", type=float, default=16.0)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("settings", nargs="*", help="key=value")
+    arguments = parser.parse_args()
+    name, gpu = "CPU", Gpu("CPU", arguments.gib, 0.0, "fp32")
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        kind = kind_of(name)
+        gpu = Gpu(name, arguments.gib, 0.0 if kind is None else kind.tflops)
+        whole = torch.cuda.get_device_properties(0).total_memory / GIB
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
+    vocabulary = json.loads((arguments.data / "vocabulary.json").read_text())["size"]
+    planner = Planner(load_config(arguments.recipe, settings=arguments.settings), vocabulary, gpu, 1)
+    plan = planner.advised()
+    run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
+    half = arguments.updates // 2
+    words = ["train", "--recipe", arguments.recipe, "--data", str(arguments.data), "--run", str(run)]
+    words += [
+        *planner.settings(plan),
+        f"engine.precision={gpu.precision}",
+        f"training.max_updates={arguments.updates}",
+    ]
+    words += [f"training.log_every={half}", "validation.bleu=false", "validation.best_by=loss", "collapse.every=0"]
+    status = deepspeed_nmt([*words, *arguments.settings])
+    if status:
+        sys.exit(status)
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = {key: value for entry in entries for key, value in entry.items()}
+    planned, measured = plan.total / GIB, last["perf/memory"]
+    lines = [
+        f"{arguments.recipe} on {name} restricted to {arguments.gib:g} GiB, torch {torch.__version__}",
+        f"advice: {' '.join(planner.settings(plan))}",
+        f"memory: planned {planned:.2f} GiB, measured {measured:.2f} GiB, ratio {planned / measured:.2f}",
+        f"{last['perf/target_tokens_per_s']:,.0f} target tokens/s, MFU {last.get('perf/mfu', float('nan')):.3f}",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
