@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepspeed_nmt.commands.planner import recomputation
 from deepspeed_nmt.commands.validation import ModelValidator
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
@@ -18,6 +19,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.base import choose_precision
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.parallel.tensor import parallelize
@@ -72,12 +74,15 @@ def _take_up(
     """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
     vocabulary = data.tokenizer().vocabulary
     store = CheckpointStore(path / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
+    if store.names():
+        logger.info("checking and reading the newest checkpoint in %s", store.directory)
     checkpoint = store.newest()
     progress = checkpoint.progress if checkpoint is not None else Progress()
     corpus = data.corpus("train")
     loader = TrainLoader(corpus, config.batch, config.training.seed, world.data_rank, world.data_ranks, vocabulary)
     model = build_model(config, vocabulary)
-    model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
+    precision = choose_precision(config.engine.precision, world.device)
+    model.recompute(*recomputation(config, vocabulary.size, precision, world))
     copy = build_model(config, vocabulary)
     _initialise(model, config, checkpoint, origin, path, data, world)
     parallelize(model, world)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from deepspeed_nmt import randomness
@@ -26,6 +26,15 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def _recompute(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"must be auto or a whole number from 0 up, but is {value!r}")
+    return value
+
+
+Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square, by torch's names."""
 
@@ -47,12 +56,15 @@ class EngineConfig(Config):
     tensor_parallel: int = Field(
         default=1, ge=1, description="neighbouring ranks that share a model, each with a slice of its matrices"
     )
-    recompute_encoder: int = Field(
+    recompute_encoder: Recompute = Field(
         default=0,
-        ge=0,
-        description="every so manieth encoder layer is run again in the backward pass, to save memory: 1 all, 0 none",
+        description="every so manieth encoder layer is run again in the backward pass, to save memory: 1 all, "
+        "0 none, auto: as few as fit",
     )
-    recompute_decoder: int = Field(default=0, ge=0, description="the same for decoder layers")
+    recompute_decoder: Recompute = Field(default=0, description="the same for decoder layers")
+    memory_gib: float = Field(
+        default=0.0, ge=0.0, description="what auto may take of each GPU; 0: all it has (a CPU has to be told)"
+    )
     timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
 
 

@@ -15,6 +15,8 @@ CONTEXT_GIB = 1.0
 FRAGMENTED = 0.06
 """Share of the rest that the allocator cannot use."""
 SMALLEST_MICRO_TOKENS = 512
+RECOMPUTE = (0, 4, 2, 1)
+"""Every how manieth layer to try to recompute, from the least to the most."""
 _IDLE_TOKENS = 400
 """A micro-batch takes the time of so many tokens more than it has: a GPU needs work to hide its start-up."""
 _SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
@@ -87,7 +89,7 @@ def advise(
     plans = [
         plan_for(work, trained, frozen, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
         for stage in stages
-        for recompute in (0, 4, 2, 1)
+        for recompute in RECOMPUTE
         for tokens in _micro_tokens(update_tokens * layout.tensor_ranks // layout.ranks)
     ]
     fitting = [plan for plan in plans if plan.fits(gpu)]

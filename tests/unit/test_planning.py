@@ -10,11 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands.planner import recomputation
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, advise
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import Layout, Work, count_rates, count_update, interpolated, state_bytes
@@ -178,3 +180,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in text and "GFLOP" in text and "tokens/s" not in text
     assert main([*words, "--gpu", "v100-16g", "--num-gpus", "3", "engine.tensor_parallel=2"]) == 2
     assert "engine.tensor_parallel must divide --num-gpus, but is 2 with 3 GPUs" in capsys.readouterr().err
+
+
+def test_recomputation_by_a_memory_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ["engine.recompute_encoder=auto", "engine.recompute_decoder=auto"]
+    alone = World(0, 1, 0, torch.device("cpu"))
+
+    def chosen(*settings: str) -> tuple[int, int]:
+        config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=8192", *settings])
+        return recomputation(config, V.size, "fp32", alone)
+
+    assert chosen("engine.recompute_decoder=2") == (0, 2)
+    assert chosen(*auto, "engine.memory_gib=64") == (0, 0)
+    budgets = [chosen(*auto, f"engine.memory_gib={gib}")[1] for gib in (1.9, 1.6, 1.2)]
+    assert budgets[-1] == 1 and budgets == sorted(budgets, key=[0, 4, 2, 1].index)
+    assert chosen(auto[0], "engine.recompute_decoder=0", "engine.memory_gib=1.2") == (1, 0)
+    with pytest.raises(ConfigError, match="set engine.memory_gib"):
+        chosen(*auto)
+    with pytest.raises(ConfigError, match="engine.recompute_decoder"):
+        load_config("transformer_base", settings=["engine.recompute_decoder=-1"])
+    with pytest.raises(ConfigError, match="engine.recompute_decoder"):
+        load_config("transformer_base", settings=["engine.recompute_decoder=some"])
