@@ -121,14 +121,11 @@ def recomputation(config: RunConfig, vocab_size: int, precision: str, world: Wor
         )
     planner = Planner(config, vocab_size, Gpu("this", gib, 0.0), world.ranks, precision)
     plan = planner.as_set()
+    which = {0: "no layer", 1: "every layer"}.get(plan.recompute, f"one layer of {plan.recompute}")
     fits = "" if plan.fits(planner.gpu) else ", which is still too much"
     logger.info(
         "recomputing %s: a micro-batch of %d tokens then takes %.1f of %.1f GiB%s",
-        "no layer"
-        if plan.recompute == 0
-        else f"every {plan.recompute}. layer"
-        if plan.recompute > 1
-        else "all layers",
+        which,
         plan.micro_tokens,
         plan.total / GIB,
         gib,
