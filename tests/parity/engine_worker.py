@@ -22,6 +22,7 @@ from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.parity import build, loader_of, train
 
 UPDATES = 20
+STOPPED, RESUMED = 4, 8
 
 
 class Saved:
@@ -49,13 +50,12 @@ def main() -> None:
         report[engine_name]["weights"] = {s.name: s.weight.flatten().tolist() for s in engine.parameters()}
         engine.close()
         # Stop half-way, hand the state to a new engine, go on; dropout on, since its masks must come back too.
-        half = UPDATES // 2
         ends = []
         for resume in (False, True):
             engine = build(method, engine_name, world, directory, dropout=0.1)
             if resume:
                 engine.probe(loader.largest())
-            done = train(engine, loader, world, 1, half, Cursor())
+            done = train(engine, loader, world, 1, STOPPED, Cursor())
             if resume:
                 states, scalars = list(engine.state()), engine.scalars()
                 engine.close()
@@ -63,7 +63,7 @@ def main() -> None:
                 engine = build(method, engine_name, world, directory, dropout=0.1, weights=weights)
                 engine.probe(loader.largest())
                 engine.restore(Saved(states), scalars)
-            rest = train(engine, loader, world, half + 1, UPDATES, done["cursor"])
+            rest = train(engine, loader, world, STOPPED + 1, RESUMED, done["cursor"])
             ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))
             engine.close()
         report[engine_name]["resumed_bitwise"] = ends[0] == ends[1]

@@ -53,7 +53,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         count, tensor = (4, 2) if ranks == "2x2" else (int(ranks), 1)
         out = directory / f"{method}-{ranks}.json"
         worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
-        run_ranks([*worker, *names], count, directory, timeout=600, TENSOR_RANKS=str(tensor))
+        run_ranks([*worker, *names], count, directory, timeout=800, TENSOR_RANKS=str(tensor))
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
