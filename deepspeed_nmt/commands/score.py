@@ -222,7 +222,9 @@ def _as_text(report: _Report, inputs: _Inputs) -> str:
     if report.comparison is not None:
         first = _shown(next(iter(inputs.hypotheses)))
         lines += [
-            f"BLEU against {first}: {report.comparison.difference:+.2f} (p = {report.comparison.p_value:.4f})",
+            f"BLEU against {first}: {report.comparison.difference:+.2f}, 95% interval "
+            f"[{report.comparison.interval[0]:+.2f}, {report.comparison.interval[1]:+.2f}] "
+            f"(p = {report.comparison.p_value:.4f})",
             f"  {report.comparison.signature}",
         ]
     if report.copies is not None:

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from sacrebleu.metrics.bleu import BLEU, BLEUScore
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, Result
 
 from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean
+
+_RESAMPLES, _RESAMPLE_SEED = 1000, 12345
 
 # `@@` at the end of a line is left by a translation that was cut off in the middle of a word.
 _SEGMENT_MARK = re.compile(r"@@(?: |$)")
@@ -81,11 +85,13 @@ class Comparison:
     Attributes:
         difference: BLEU of the system minus BLEU of the baseline.
         p_value: probability of a difference this large if the two were equally good.
+        interval: in which 95% of the differences lie that other test sets of this kind would show.
         signature: of the test, with its number of resamples and its seed.
     """
 
     difference: float
     p_value: float
+    interval: tuple[float, float]
     signature: str
 
 
@@ -174,12 +180,37 @@ def paired_bootstrap(
     named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
     signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
     baseline, *others = [result for result in table["BLEU"] if isinstance(result, Result)]
+    resampled = [_resampled_bleu(metric, hypotheses, references) for hypotheses in systems]
     comparisons = []
-    for result in others:
+    for result, scores in zip(others, resampled[1:], strict=True):
         assert result.p_value is not None
         difference = float(result.score - baseline.score)
-        comparisons.append(Comparison(difference, float(result.p_value), str(signatures["BLEU"])))
+        low, high = np.quantile(scores - resampled[0], [0.025, 0.975])
+        comparisons.append(
+            Comparison(difference, float(result.p_value), (float(low), float(high)), str(signatures["BLEU"]))
+        )
     return comparisons
+
+
+def _resampled_bleu(
+    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[np.float64]:
+    """BLEU of test sets drawn from this one with replacement, the same draws for every system."""
+    metric.effective_order = True  # changes sentences' scores, which are not used; otherwise each is warned of
+    found = [
+        metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
+    ]
+    table = np.array([[*each.counts, *each.totals, each.sys_len, each.ref_len] for each in found])
+    draws = np.random.default_rng(_RESAMPLE_SEED)
+    orders = metric.max_ngram_order
+    scores = []
+    for _ in range(_RESAMPLES):
+        *ngrams, sys_len, ref_len = table[draws.integers(len(table), size=len(table))].sum(axis=0).tolist()
+        score = metric.compute_bleu(
+            ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method=metric.smooth_method
+        )
+        scores.append(score.score)
+    return np.array(scores)
 
 
 def sentence_bleu(hypothesis: str, reference: str) -> float:

@@ -290,6 +290,8 @@ def test_paired_bootstrap_tells_a_difference_from_noise() -> None:
     assert worse.difference == pytest.approx(difference)
     assert difference < -10
     assert worse.p_value < 0.01
+    assert worse.interval[0] < difference < worse.interval[1] < 0.0
+    assert same.interval[0] < 0.0 < same.interval[1]
     assert same.p_value > 0.2
     assert "bs:1000|seed:" in worse.signature
 
