@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from deepspeed_nmt.cli import main as deepspeed_nmt
-from deepspeed_nmt.commands.planner import Planner
+from deepspeed_nmt.commands.planner import Planner, precision_of
 from deepspeed_nmt.config import load_config
-from deepspeed_nmt.planning.advice import CONTEXT_GIB, GIB
-from deepspeed_nmt.planning.gpus import Gpu, kind_of
+from deepspeed_nmt.planning.advice import GIB
+from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
 
 
 def main() -> None:
@@ -40,8 +40,9 @@ def main() -> None:
         whole = torch.cuda.get_device_properties(0).total_memory / GIB
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
     vocabulary = json.loads((arguments.data / "vocabulary.json").read_text())["size"]
-    planner = Planner(load_config(arguments.recipe, settings=arguments.settings), vocabulary, gpu, 1)
-    plan = planner.advised()
+    config = load_config(arguments.recipe, settings=arguments.settings)
+    planner = Planner(config, vocabulary, precision_of(config, gpu), 1)
+    plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2
     words = ["train", "--recipe", arguments.recipe, "--data", str(arguments.data), "--run", str(run)]

@@ -103,24 +103,26 @@ def _parameters(config: RunConfig, vocab_size: int) -> int:
 
 def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
     """What the run needs on these GPUs: as JSON, and as text."""
-    from deepspeed_nmt.commands.planner import Planner
+    from deepspeed_nmt.commands.planner import Planner, precision_of
 
-    planner = Planner(config, arguments.vocab_size, gpu, arguments.num_gpus)
-    advised, plain = planner.advised(), planner.as_set()
+    precision = precision_of(config, gpu)
+    planner = Planner(config, arguments.vocab_size, precision, arguments.num_gpus)
+    advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
-    if advised.recompute:
+    if any(advised.recompute):
         columns["... without recomputation"] = planner.unrecomputed(advised)
-    speed = _tokens_per_second(advised, gpu, arguments)
+    speed = None if precision == "fp32" else _tokens_per_second(advised, gpu, arguments)
     result = {
         "gpu": gpu.name,
         "num_gpus": arguments.num_gpus,
-        "precision": gpu.precision,
+        "precision": precision,
         "flops_per_token": advised.flops_per_token,
         "tokens_per_s": speed,
         "advice": planner.settings(advised),
         **{name: _as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
-    return result, _text(columns, planner.settings(advised), arguments, gpu, speed)
+    head = f"{arguments.num_gpus} x {gpu.name} ({precision})"
+    return result, _text(head, columns, planner.settings(advised), config, arguments, gpu, speed)
 
 
 def _tokens_per_second(plan: Plan, gpu: Gpu, arguments: argparse.Namespace) -> float | None:
@@ -135,33 +137,46 @@ def _as_json(plan: Plan, gpu: Gpu) -> dict[str, Any]:
         "micro_tokens": plan.micro_tokens,
         "recompute": plan.recompute,
         "bytes": {**plan.parts, "total": plan.total},
-        "fits": plan.fits(gpu),
+        "fits": plan.fits(gpu.usable_gib),
     }
 
 
 def _text(
-    columns: dict[str, Plan], advice: Sequence[str], arguments: argparse.Namespace, gpu: Gpu, speed: float | None
+    head: str,
+    columns: dict[str, Plan],
+    advice: Sequence[str],
+    config: RunConfig,
+    arguments: argparse.Namespace,
+    gpu: Gpu,
+    speed: float | None,
 ) -> str:
-    from deepspeed_nmt.planning.advice import GIB
+    from deepspeed_nmt.planning.advice import GIB, SMALLEST_MICRO_TOKENS
     from deepspeed_nmt.planning.memory import PARTS
 
     width = max(12, *map(len, columns)) + 2
     lines = [
-        f"{arguments.num_gpus} x {gpu.name} ({gpu.precision})",
+        head,
         "",
         f"{'GiB on a GPU':<14}" + "".join(f"{name:>{width}}" for name in columns),
     ]
     for part in PARTS:
         lines.append(f"{part:<14}" + "".join(f"{plan.parts[part] / GIB:>{width}.2f}" for plan in columns.values()))
     lines.append(f"{'total':<14}" + "".join(f"{plan.total / GIB:>{width}.2f}" for plan in columns.values()))
-    lines.append(
-        f"{'fits':<14}" + "".join(f"{'yes' if plan.fits(gpu) else 'no':>{width}}" for plan in columns.values())
-    )
+    fits = ["yes" if plan.fits(gpu.usable_gib) else "no" for plan in columns.values()]
+    lines.append(f"{'fits':<14}" + "".join(f"{word:>{width}}" for word in fits))
     lines += ["", f"set: {' '.join(advice)}"]
     plan = columns["advised"]
-    if not plan.fits(gpu):
-        lines.append("this is the smallest plan, and does not fit: use more GPUs, larger ones, or offload "
-                     "(engine.ds_config=zero3_offload), or slice the model (engine.tensor_parallel)")  # fmt: skip
+    if not plan.fits(gpu.usable_gib):
+        lines.append(
+            "this is the smallest plan, and does not fit: use larger GPUs, more of them (perhaps with "
+            "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
+        )
+    share = config.batch.update_tokens * plan.layout.tensor_ranks // plan.layout.ranks
+    if share < SMALLEST_MICRO_TOKENS:
+        lines.append(
+            f"an update of {config.batch.update_tokens:,} tokens leaves {share} for a GPU, too few to be fast: use "
+            "fewer GPUs, or raise batch.update_tokens"
+        )
     work = f"{plan.flops_per_token / 1e9:,.2f} GFLOP for each target token"
     at = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
     lines.append(work + at)

@@ -69,8 +69,18 @@ def load_ds_config(name: str) -> dict[str, Any]:
 
 
 def zero_stage(content: dict[str, Any]) -> int:
-    """The ZeRO stage a DeepSpeed configuration asks for."""
-    return int(content.get("zero_optimization", {}).get("stage", 0))
+    """The ZeRO stage a DeepSpeed configuration asks for.
+
+    Raises:
+        ConfigError: if it is not one that there is.
+    """
+    section = content.get("zero_optimization", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"'zero_optimization' must be an object in the DeepSpeed configuration, but is {section!r}")
+    stage = section.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"'zero_optimization.stage' must be 0, 1, 2 or 3, but is {stage!r}")
+    return int(stage)
 
 
 def wanted_precision(content: dict[str, Any], setting: str) -> str:

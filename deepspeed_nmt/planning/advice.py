@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.memory import PARTS, Layout, WorkOf, state_bytes
+from deepspeed_nmt.planning.memory import PARTS, Layout, Recompute, WorkOf, state_bytes
 
 GIB = 2**30
-CONTEXT_GIB = 1.0
-"""What the driver, cuBLAS and NCCL take for themselves."""
-FRAGMENTED = 0.06
-"""Share of the rest that the allocator cannot use."""
 SMALLEST_MICRO_TOKENS = 512
 RECOMPUTE = (0, 4, 2, 1)
-"""Every how manieth layer to try to recompute, from the least to the most."""
+"""Every how manieth layer of a side to try to recompute, from the least to the most."""
 _IDLE_TOKENS = 400
 """A micro-batch takes the time of so many tokens more than it has: a GPU needs work to hide its start-up."""
 _SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
@@ -30,7 +27,7 @@ class Plan:
     Attributes:
         layout: of the model.
         micro_tokens: padded tokens in a micro-batch.
-        recompute: every so manieth layer, on both sides; 0 none.
+        recompute: every so manieth layer of the encoder and of the decoder; 0 none.
         parts: bytes on one GPU, by the names in PARTS.
         flops_per_token: of the model, for each target token; recomputation is not counted.
         seconds_per_token: relative cost, for comparing plans.
@@ -38,7 +35,7 @@ class Plan:
 
     layout: Layout
     micro_tokens: int
-    recompute: int
+    recompute: Recompute
     parts: Mapping[str, int]
     flops_per_token: float
     seconds_per_token: float
@@ -48,19 +45,21 @@ class Plan:
         """Bytes on one GPU."""
         return sum(self.parts.values())
 
-    def fits(self, gpu: Gpu) -> bool:
-        """Whether the GPU has room for it."""
-        return self.total <= (gpu.gib - CONTEXT_GIB) * (1.0 - FRAGMENTED) * GIB
+    def fits(self, gib: float) -> bool:
+        """Whether so much memory has room for it."""
+        return self.total <= gib * GIB
 
 
-def plan_for(work: WorkOf, trained: int, frozen: int, layout: Layout, micro_tokens: int, recompute: int) -> Plan:
+def plan_for(
+    work: WorkOf, trained: int, frozen: int, layout: Layout, micro_tokens: int, recompute: Recompute
+) -> Plan:
     """Memory and cost of one way to train.
 
     Args:
         work: of a micro-batch on one rank.
         trained, frozen: parameters on one rank.
     """
-    needed, unrecomputed = work(micro_tokens, recompute), work(micro_tokens, 0)
+    needed, unrecomputed = work(micro_tokens, recompute), work(micro_tokens, (0, 0))
     state = state_bytes(trained, frozen, layout)
     parts = {**state, "activations": needed.activations, "logits": needed.logits}
     share = needed.flops / max(1, unrecomputed.flops)
@@ -89,10 +88,10 @@ def advise(
     plans = [
         plan_for(work, trained, frozen, replace(layout, stage=stage, zero=zero.get(stage or 0)), tokens, recompute)
         for stage in stages
-        for recompute in RECOMPUTE
+        for recompute in itertools.product(RECOMPUTE, RECOMPUTE)
         for tokens in _micro_tokens(update_tokens * layout.tensor_ranks // layout.ranks)
     ]
-    fitting = [plan for plan in plans if plan.fits(gpu)]
+    fitting = [plan for plan in plans if plan.fits(gpu.usable_gib)]
     if not fitting:
         return min(plans, key=lambda plan: plan.total)
     return min(fitting, key=lambda plan: (plan.seconds_per_token, plan.total))

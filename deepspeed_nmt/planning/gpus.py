@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean
+
+CONTEXT_GIB = 1.0
+"""What the driver, cuBLAS and NCCL take for themselves."""
+FRAGMENTED = 0.06
+"""Share of the rest that the allocator cannot use."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,11 @@ class Gpu:
     gib: float
     tflops: float
     precision: str = "bf16"
+
+    @property
+    def usable_gib(self) -> float:
+        """What is left for a program beside the driver and what the allocator cannot use."""
+        return (self.gib - CONTEXT_GIB) * (1.0 - FRAGMENTED)
 
 
 GPUS = {
@@ -54,7 +65,7 @@ def gpu_named(name: str) -> Gpu:
         gib = float(size) if colon and label else 0.0
     except ValueError:
         gib = 0.0
-    if gib <= 0.0:
+    if not 0.0 < gib < math.inf:
         raise ConfigError(
             f"--gpu must be one of {', '.join(GPUS)}, or NAME:GiB such as rtx4090:24, but is '{name}'"
             f"{did_you_mean(name, GPUS)}"

@@ -34,6 +34,8 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.planning.tally import Tally
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+Recompute = tuple[int, int]
+"""Every how manieth layer application of the encoder and of the decoder is recomputed; 0 none."""
 LENGTH = 32
 """Tokens of a sentence of the micro-batches that are counted."""
 
@@ -60,7 +62,7 @@ def count_update(
     objective: Objective,
     vocabulary: Vocabulary,
     tokens: int,
-    recompute: int,
+    recompute: Recompute,
     updates: int = 1,
 ) -> Work:
     """Carry out micro-batches of a model on the meta device, one for each of some updates, and count.
@@ -70,9 +72,9 @@ def count_update(
     Args:
         model: on the meta device, in the dtype it is trained in.
         tokens: padded target tokens, and source tokens, of a micro-batch.
-        recompute: every so manieth layer, on both sides; 0 none.
+        recompute: every so manieth layer application of each side; 0 none.
     """
-    model.recompute(recompute, recompute)
+    model.recompute(*recompute)
     module = TrainModule(model, objective).train()
     for parameter in model.parameters():
         # Gradients are there already, as in the second micro-batch of an update.
@@ -169,7 +171,7 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
     if layout.stage is None or layout.stage == 0:
         copies = 2 * count if layout.bits == 16 else 0
         return {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained, "buffers": copies}
-    bucket = int(float(zero.get("reduce_bucket_size", 5e8)))
+    bucket = _elements(zero, "reduce_bucket_size", 5e8)
     # Made in full, however small the model; a second one to fill while the first is on its way.
     bucket_bytes = width * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
     optimizer, buffers = 12 * trained // n, 4 * trained // n + bucket_bytes
@@ -179,8 +181,8 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
         gradients //= n
     if layout.stage == 3:
         weights //= n
-        live = int(float(zero.get("stage3_max_live_parameters", 1e9)))
-        ahead = int(float(zero.get("stage3_prefetch_bucket_size", 5e7)))
+        live = _elements(zero, "stage3_max_live_parameters", 1e9)
+        ahead = _elements(zero, "stage3_prefetch_bucket_size", 5e7)
         buffers += width * min(count, live + ahead)
     if zero.get("offload_optimizer", {}).get("device", "none") != "none":
         optimizer, buffers = 0, buffers - 4 * trained // n
@@ -189,26 +191,42 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
 
 
-WorkOf = Callable[[int, int], Work]
+def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:
+    """A size in DeepSpeed's configuration; "auto" is its default."""
+    value = zero.get(key, default)
+    return int(default if value == "auto" else float(value))
 
 
-def interpolated(none: tuple[Work, Work], every: tuple[Work, Work]) -> WorkOf:
-    """Work of any micro-batch from counts of a small and a large one, without and with recomputation of all layers.
+WorkOf = Callable[[int, Recompute], Work]
+Counts = tuple[Work, Work]
+"""Of a small and of a large micro-batch."""
 
-    Everything grows linearly with the tokens, on top of what does not depend on them; of k layers one recomputed
-    saves one k-th.
+
+def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: tuple[int, int]) -> WorkOf:
+    """Work of any micro-batch from counts without recomputation, with all of the encoder, and all of the decoder.
+
+    Everything grows linearly with the tokens, on top of what does not depend on them. Of n applications every k-th is
+    recomputed, n // k of them, and saves its share.
+
+    Args:
+        applications: of layers, by side.
     """
 
-    def line(tokens: int, small: int, large: int, pair: tuple[Work, Work]) -> float:
-        slope = (large - small) / (pair[1].tokens - pair[0].tokens)
-        return small + slope * (tokens - pair[0].tokens)
+    def line(tokens: int, counts: Counts, what: str) -> float:
+        small, large = counts
+        slope = (getattr(large, what) - getattr(small, what)) / (large.tokens - small.tokens)
+        return float(getattr(small, what) + slope * (tokens - small.tokens))
 
-    def work(tokens: int, recompute: int) -> Work:
-        share = 0.0 if recompute == 0 else 1.0 / recompute
-        values = []
-        for what in ("activations", "logits", "flops"):
-            ends = [line(tokens, getattr(pair[0], what), getattr(pair[1], what), pair) for pair in (none, every)]
-            values.append(int(ends[0] + share * (ends[1] - ends[0])))
-        return Work(tokens, *values)
+    def work(tokens: int, recompute: Recompute) -> Work:
+        shares = [every and count // every / count for count, every in zip(applications, recompute, strict=True)]
+
+        def changed(what: str) -> int:
+            start = line(tokens, none, what)
+            sides = zip(shares, (encoder, decoder), strict=True)
+            return int(start + sum(share * (line(tokens, counts, what) - start) for share, counts in sides))
+
+        used = [none, *(counts for share, counts in zip(shares, (encoder, decoder), strict=True) if share)]
+        logits = max(int(line(tokens, counts, "logits")) for counts in used)
+        return Work(tokens, changed("activations"), logits, changed("flops"))
 
     return work

@@ -91,3 +91,12 @@ def test_precision_comes_from_either_side() -> None:
     assert wanted_precision({"fp16": {"enabled": True}}, "auto") == "fp16"
     assert wanted_precision({"fp16": {"enabled": "auto"}}, "fp16") == "fp16"
     assert wanted_precision({}, "auto") == "auto"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [(3, "'zero_optimization' must be an object"), ({"stage": 7}, "'zero_optimization.stage' must be 0, 1, 2 or 3")],
+)
+def test_a_stage_that_there_is_not_is_refused(section: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        zero_stage({"zero_optimization": section})

@@ -19,7 +19,15 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, advise
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
-from deepspeed_nmt.planning.memory import Layout, Work, count_rates, count_update, interpolated, state_bytes
+from deepspeed_nmt.planning.memory import (
+    Layout,
+    Recompute,
+    Work,
+    count_rates,
+    count_update,
+    interpolated,
+    state_bytes,
+)
 from deepspeed_nmt.planning.tally import Tally
 from deepspeed_nmt.runs import build_model, build_objective
 
@@ -64,7 +72,7 @@ def test_planned_activations_and_logits_are_what_is_allocated(
     config = load_config(recipe, settings=[*NARROW, *settings])
     with torch.device("meta"):
         model = build_model(config, V)
-    work = count_update(model, build_objective(config, V), V, 512, recompute)
+    work = count_update(model, build_objective(config, V), V, 512, (recompute, recompute))
     assert work.activations + work.logits == pytest.approx(really_allocated(config, recompute, 512), rel=0.1)
 
 
@@ -73,11 +81,13 @@ def test_other_sizes_follow_from_two_counts() -> None:
     with torch.device("meta"):
         model = build_model(config, V)
 
-    def count(tokens: int, recompute: int) -> Work:
+    def count(tokens: int, recompute: Recompute) -> Work:
         return count_update(model, build_objective(config, V), V, tokens, recompute)
 
-    work = interpolated((count(2048, 0), count(8192, 0)), (count(2048, 1), count(8192, 1)))
-    for tokens, recompute in [(4096, 0), (16384, 1), (4096, 2), (16384, 4)]:
+    none, encoder, decoder = ((count(2048, each), count(8192, each)) for each in ((0, 0), (1, 0), (0, 1)))
+    work = interpolated(none, encoder, decoder, (6, 8))
+    cases = [(4096, (0, 0)), (16384, (1, 1)), (4096, (2, 2)), (16384, (4, 0)), (4096, (0, 3)), (4096, (9, 1))]
+    for tokens, recompute in cases:
         counted, followed = count(tokens, recompute), work(tokens, recompute)
         total = counted.activations + counted.logits
         assert followed.activations + followed.logits == pytest.approx(total, rel=0.1)
@@ -88,7 +98,7 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
     config = load_config("transformer_base")
     with torch.device("meta"):
         model = build_model(config, Vocabulary(32000))
-    work = count_update(model, build_objective(config, V), V, 1024, 0)
+    work = count_update(model, build_objective(config, V), V, 1024, (0, 0))
     layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
     attention = 18 * 3 * 4 * 1024 * 32 * 512  # forwards once, backwards twice; q k^T and its product with v
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
@@ -138,21 +148,22 @@ def test_bytes_of_each_parameter() -> None:
 
 
 def test_advice_prefers_what_is_fast_and_fits() -> None:
-    def work(tokens: int, recompute: int) -> Work:
-        share = 0.0 if recompute == 0 else 1.0 / recompute
+    def work(tokens: int, recompute: Recompute) -> Work:
+        share = sum(0.0 if every == 0 else 0.5 / every for every in recompute)
         return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
 
     zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
 
-    def advised(gib: float) -> tuple[int | None, int, int, bool]:
+    def advised(gib: float) -> tuple[int | None, Recompute, int, bool]:
         gpu = Gpu("some", gib, 100.0)
         plan = advise(work, 300_000_000, 0, gpu, Layout(None, 8), 32768, zero)
-        assert plan.fits(gpu) == (plan.total <= (gib - 1.0) * 0.94 * GIB)
-        return plan.layout.stage, plan.recompute, plan.micro_tokens, plan.fits(gpu)
+        assert gpu.usable_gib == pytest.approx((gib - 1.0) * 0.94)
+        assert plan.fits(gpu.usable_gib) == (plan.total <= gpu.usable_gib * GIB)
+        return plan.layout.stage, plan.recompute, plan.micro_tokens, plan.fits(gpu.usable_gib)
 
-    assert advised(80.0) == (1, 0, 4096, True)
+    assert advised(80.0) == (1, (0, 0), 4096, True)
     stage, recompute, tokens, fits = advised(5.0)
-    assert fits and (stage != 1 or recompute > 0 or tokens < 4096), "a small GPU saves memory somewhere"
+    assert fits and (stage != 1 or any(recompute) or tokens < 4096), "a small GPU saves memory somewhere"
     assert not advised(1.1)[3]
 
 
@@ -163,7 +174,7 @@ def test_gpus_have_names() -> None:
     known = kind_of("NVIDIA H200")
     assert known is not None and known.name == "h200-141g"
     assert gpu_named("Tesla V100-SXM2:16").precision == "fp16"
-    for wrong in ("v100", "v100-16", "x:", ":8", "x:0", "x:eight"):
+    for wrong in ("v100", "v100-16", "x:", ":8", "x:0", "x:eight", "x:nan", "x:inf", "x:1e400"):
         with pytest.raises(ConfigError, match="--gpu must be one of"):
             gpu_named(wrong)
 
@@ -191,10 +202,13 @@ def test_recomputation_by_a_memory_budget(capsys: pytest.CaptureFixture[str]) ->
         return recomputation(config, V.size, "fp32", alone)
 
     assert chosen("engine.recompute_decoder=2") == (0, 2)
+    # Counted for this model: none takes 0.85 GiB, the encoder alone 0.58, the decoder alone 0.48, all 0.21.
     assert chosen(*auto, "engine.memory_gib=64") == (0, 0)
-    budgets = [chosen(*auto, f"engine.memory_gib={gib}")[1] for gib in (1.9, 1.6, 1.2)]
-    assert budgets[-1] == 1 and budgets == sorted(budgets, key=[0, 4, 2, 1].index)
-    assert chosen(auto[0], "engine.recompute_decoder=0", "engine.memory_gib=1.2") == (1, 0)
+    assert chosen(*auto, "engine.memory_gib=0.6") == (1, 0), "the encoder is cheaper to recompute"
+    assert chosen(*auto, "engine.memory_gib=0.5") == (0, 1)
+    assert chosen(*auto, "engine.memory_gib=0.22") == (1, 1)
+    assert chosen(*auto, "engine.memory_gib=0.1") == (1, 1), "nothing fits; this is the least"
+    assert chosen(auto[0], "engine.recompute_decoder=1", "engine.memory_gib=0.5") == (0, 1)
     with pytest.raises(ConfigError, match=r"set engine\.memory_gib"):
         chosen(*auto)
     for wrong in ("-1", "some", "0.5"):
