@@ -1,0 +1,192 @@
+"""A training step on a CPU against a fixed reference made of torch's own parts, as a ratio in one run.
+
+    OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
+
+6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradients clipped; the same padded batches of some
+2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first), foreach AdamW and all logits at once.
+Reference and variants take turns, batch by batch; a ratio is the median of the rounds' ratios of seconds, so that
+other work on the machine disturbs all alike. Each variant takes one thing back:
+
+    ours              as the recipes set it: no dropout on attention weights or after the activation
+    same dropout      dropout wherever torch.nn.Transformer has it
+    foreach Adam      instead of the fused one
+    torch's dropout   one random number an element
+    all logits        projection, softmax and loss one after the other
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.embedding import sinusoids
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+
+DIM, FFN, HEADS, LAYERS, VOCABULARY, DROPOUT, SMOOTHING = 256, 1024, 4, 6, 8000, 0.1, 0.1
+TOKENS = 2048
+
+
+class Reference(nn.Module):
+    """The Transformer that torch has, with embeddings and a tied projection around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.transformer = nn.Transformer(
+            DIM, HEADS, LAYERS, LAYERS, FFN, DROPOUT, batch_first=True, norm_first=True, bias=True
+        )
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("positions", sinusoids(512, DIM))
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(tokens_BT) * math.sqrt(DIM) + self.positions[: tokens_BT.shape[1]]
+        dropped: Tensor = self.dropout(embedded)
+        return dropped
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Sum of the loss over target tokens."""
+        padding = batch.source_BS.eq(batch.pad)
+        causal = nn.Transformer.generate_square_subsequent_mask(batch.target_input_BT.shape[1])
+        states = self.transformer(
+            self.embed(batch.source_BS),
+            self.embed(batch.target_input_BT),
+            tgt_mask=causal,
+            tgt_is_causal=True,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        logits = F.linear(states, self.embedding.weight)
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            batch.target_output_BT.flatten(),
+            ignore_index=batch.pad,
+            label_smoothing=SMOOTHING,
+            reduction="sum",
+        )
+
+
+def reference_step() -> Callable[[Batch], None]:
+    """An update of the reference."""
+    torch.manual_seed(1)
+    model = Reference().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def step(batch: Batch) -> None:
+        (model(batch) / batch.target_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def our_step(same_dropout: bool = False, fused: bool = True) -> Callable[[Batch], None]:
+    """An update of ours."""
+    torch.manual_seed(1)
+    inner = DROPOUT if same_dropout else 0.0
+    config = TransformerConfig(
+        dim=DIM, ffn_dim=FFN, heads=HEADS, encoder_layers=LAYERS, decoder_layers=LAYERS, dropout=DROPOUT,
+        attention_dropout=inner, activation_dropout=inner,
+    )  # fmt: skip
+    vocabulary = Vocabulary(VOCABULARY)
+    module = TrainModule(build_transformer(config, vocabulary), Objective(LabelSmoothed(SMOOTHING, vocabulary.pad)))
+    optimizer = build_optimizer(OptimizerConfig(name="adamw", lr=1e-4), module)
+    if not fused:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
+    engine = PlainEngine(module, optimizer, 1.0, "fp32", World(0, 1, 0, torch.device("cpu")))
+
+    def step(batch: Batch) -> None:
+        engine.update([batch], batch.target_tokens, 1e-4)
+
+    return step
+
+
+@contextmanager
+def torch_dropout() -> Iterator[None]:
+    """torch's own dropout inside."""
+    with mock.patch.object(ops, "dropout", lambda x, p, training: F.dropout(x, p, training)):
+        yield
+
+
+@contextmanager
+def all_logits() -> Iterator[None]:
+    """The loss in torch's own steps inside."""
+    with mock.patch.object(ops, "projected_cross_entropy", ops.projected_cross_entropy_ref):
+        yield
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    """No change inside."""
+    yield
+
+
+def batches(count: int) -> Iterator[Batch]:
+    """Padded sentence pairs of like length, as a batch plan makes them; lengths as in news text."""
+    generator = torch.Generator().manual_seed(3)
+    vocabulary = Vocabulary(VOCABULARY)
+    for number in range(1, count + 1):
+        longest = int(torch.randint(12, 60, (), generator=generator))
+        rows = TOKENS // longest
+        lengths = torch.randint(max(4, int(longest * 0.85)), longest + 1, (rows,), generator=generator)
+        lengths[0] = longest
+        source, target = (
+            torch.randint(4, VOCABULARY, (rows, longest), generator=generator).masked_fill(
+                torch.arange(longest) >= lengths.unsqueeze(1), vocabulary.pad
+            )
+            for _ in range(2)
+        )
+        tokens = int(lengths.sum())
+        yield Batch(source, target, target, torch.arange(rows), tokens, tokens, 0, 1, number, 0, tokens, rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments = parser.parse_args()
+    variants = {
+        "reference": (reference_step(), nothing),
+        "ours": (our_step(), nothing),
+        "same dropout": (our_step(same_dropout=True), nothing),
+        "foreach Adam": (our_step(fused=False), nothing),
+        "torch's dropout": (our_step(), torch_dropout),
+        "all logits": (our_step(), all_logits),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for number, batch in enumerate(batches(arguments.rounds + 1)):
+        for name, (step, changed) in variants.items():
+            with changed():
+                started = time.perf_counter()
+                step(batch)
+                if number:  # the first one warms up
+                    taken[name].append(time.perf_counter() - started)
+    reference = taken["reference"]
+    sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
+    for name, seconds in taken.items():
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(reference, seconds, strict=True))
+        sys.stdout.write(
+            f"{name:<16} {ratio:5.2f} x the reference's speed, {statistics.median(seconds):6.2f} s a step\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
