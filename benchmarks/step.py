@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
 
 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradients clipped; the same padded batches of some
-2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first), foreach AdamW and all logits at once.
+2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first), foreach AdamW, all logits at once.
 Reference and variants take turns, batch by batch; a ratio is the median of the rounds' ratios of seconds, so that
 other work on the machine disturbs all alike. Each variant takes one thing back:
 
