@@ -28,12 +28,13 @@ from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights
 from deepspeed_nmt.search import SearchConfig
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.loop import Workload, train
 from deepspeed_nmt.train.memory import probe
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.signals import StopRequest
 
