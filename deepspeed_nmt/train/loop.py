@@ -14,6 +14,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
 from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
@@ -174,7 +175,8 @@ def train(
                 saved_at = _save(store, engine, progress, best, world, saved_at)
                 saving = False
             if fatal:
-                raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
+                with together(world):
+                    raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
             if stopping:
                 break
     finally:
@@ -252,8 +254,10 @@ def _save(
         f"good one is of update {saved_at}. Free some space or lower training.keep_last"
     )
     if must:
-        raise OSError(message)
-    logger.error("%s; training goes on", message)
+        with together(world):
+            raise OSError(message)
+    if world.is_main:
+        logger.error("%s; training goes on", message)
     return saved_at
 
 
