@@ -172,7 +172,8 @@ def train(
                 validating = False
             stopping = any_rank(bool(stop), world)
             if best or stopping or fatal or (saving and sound):
-                saved_at = _save(store, engine, progress, best, world, saved_at)
+                last = stopping or _finished(config, progress)
+                saved_at = _save(store, engine, progress, best, world, saved_at, must=last)
                 saving = False
             if fatal:
                 with together(world):
