@@ -191,3 +191,11 @@ def test_too_little_memory_stops_with_advice(
     error = capsys.readouterr().err
     assert "stopped: update 1 must fit into RAM, but memory ran out with" in error
     assert "Lower batch.micro_tokens" in error and "Traceback" not in error
+
+
+def test_ranks_that_diverge_stop_with_one_voice(data: Path, tmp_path: Path, small: list[str]) -> None:
+    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
+    settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
+    outputs = run_ranks([*worker, *words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1)
+    assert outputs[0].count("stopped: 3 updates in a row, up to update 8, had no finite gradient") == 1
+    assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
