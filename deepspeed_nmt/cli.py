@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import re
@@ -11,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.console import logger, setup_logging
-from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
+from deepspeed_nmt.console import logger, report, setup_logging
+from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
+from deepspeed_nmt.parallel.launched import place
 
 # Each is a module deepspeed_nmt.commands.<name with _> with HELP, add_arguments(parser) and run(arguments) -> status.
 # They are imported only when asked for: `score` should not wait for torch and DeepSpeed.
@@ -53,17 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.settings += rest  # argparse takes settings on one side of the options only
-    setup_logging(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    setup_logging()
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
+        setup_logging(place().rank)
         status: int = module.run(arguments)
         return status
-    except UserError as error:
-        logger.error("error: %s", error)
-        return EXIT_USER_ERROR
-    except TrainingError as error:
-        logger.error("stopped: %s", error)
-        return 1
+    except ReportedError as reported:
+        return reported.status
     except KeyboardInterrupt:
         logger.error("interrupted; nothing half-made was left behind")
         return 130
@@ -71,8 +68,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`): no traceback, and no second error while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        hint = "; free some space and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        logger.error("error: %s%s%s", error.strerror or error, where, hint)
-        return 1
+    except (UserError, TrainingError, OSError) as error:
+        return report(error)

@@ -6,6 +6,7 @@ a log file stays readable.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import time
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from tqdm import tqdm
+
+from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
 
 T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
@@ -36,6 +39,21 @@ def setup_logging(rank: int = 0) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
+
+
+def report(error: Exception) -> int:
+    """Say why a command failed, for a reason that is not the program's, and return its exit status."""
+    if isinstance(error, UserError):
+        logger.error("error: %s", error)
+        return EXIT_USER_ERROR
+    if isinstance(error, TrainingError):
+        logger.error("stopped: %s", error)
+        return 1
+    assert isinstance(error, OSError)
+    where = f" ({error.filename})" if error.filename else ""
+    hint = "; free some space and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    logger.error("error: %s%s%s", error.strerror or error, where, hint)
+    return 1
 
 
 def output(text: str) -> None:

@@ -48,6 +48,18 @@ class TrainingError(RuntimeError):
     """Training cannot go on (for example: the loss stays NaN). The last good checkpoint is intact."""
 
 
+class ReportedError(Exception):
+    """Why this process ends has been said already, by itself or another rank.
+
+    Args:
+        status: to exit with.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint for a misspelt ``word``: `; did you mean 'x'?`, or else the choices there are."""
     choices = sorted(known)

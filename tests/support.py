@@ -39,11 +39,13 @@ def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[st
     }
 
 
-def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float, **environment: str) -> list[str]:
+def run_ranks(
+    command: list[str], ranks: int, scratch: Path, timeout: float, status: int = 0, **environment: str
+) -> list[str]:
     """Run ``python *command`` on several ranks and return what each wrote. At the timeout all are killed.
 
     Raises:
-        AssertionError: with everybody's output, if one fails or the time is up.
+        AssertionError: with everybody's output, if one does not end with ``status`` or the time is up.
     """
     port = free_port()
     logs = [(scratch / f"rank{rank}.log").open("w+") for rank in range(ranks)]  # a pipe nobody reads would fill up
@@ -70,7 +72,7 @@ def run_ranks(command: list[str], ranks: int, scratch: Path, timeout: float, **e
         outputs.append(log.read())
         log.close()
     done = list(zip(processes, outputs, strict=True))
-    assert all(process.returncode == 0 for process in processes), "\n".join(
+    assert all(process.returncode == status for process in processes), "\n".join(
         f"--- rank {rank}, status {process.returncode}\n{output[-5000:]}"
         for rank, (process, output) in enumerate(done)
     )

@@ -31,16 +31,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, or be one of them."""
     import os
 
+    from deepspeed_nmt.parallel.launched import once_a_host, place
+
+    launched = place().ranks
+    with once_a_host():
+        _check(arguments, launched)
+    if launched == 1 and "RANK" not in os.environ:
+        return _start(arguments)
+    return _be_one(arguments)
+
+
+def _check(arguments: argparse.Namespace, launched: int) -> None:
+    """Refuse options that cannot be followed.
+
+    Args:
+        launched: processes that a launcher has started; 1 without one.
+
+    Raises:
+        ConfigError: if there are such.
+    """
+    import torch
+
     from deepspeed_nmt.errors import ConfigError
 
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, but is {arguments.ranks}")
-    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
     if launched > 1 and arguments.ranks not in (None, launched):
         raise ConfigError(f"--ranks must be left out where a launcher starts the processes ({launched} of them)")
-    if launched == 1 and "RANK" not in os.environ:
-        return _start(arguments)
-    return _be_one(arguments)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no GPU; use --device cpu or install a CUDA build")
 
 
 def _start(arguments: argparse.Namespace) -> int:

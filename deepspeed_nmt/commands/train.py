@@ -14,8 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import EXIT_STOPPED
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.commands.training import Origin
+    from deepspeed_nmt.config import RunConfig
+    from deepspeed_nmt.data.directory import DataDirectory
 
 HELP = "train a model, or go on with a run"
 
@@ -37,30 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Train."""
     import torch
 
-    from deepspeed_nmt.commands.training import Origin, train_run
-    from deepspeed_nmt.config import load_config
+    from deepspeed_nmt.commands.training import train_run
     from deepspeed_nmt.console import logger, setup_logging
-    from deepspeed_nmt.data.directory import DataDirectory
-    from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.inherit import check_origin
-    from deepspeed_nmt.parallel.collectives import barrier
+    from deepspeed_nmt.parallel.agreement import together
+    from deepspeed_nmt.parallel.launched import once_a_host
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import CONFIG_FILE, RunLock, begin, has_begun
+    from deepspeed_nmt.runs import RunLock, begin
     from deepspeed_nmt.train.signals import StopRequest
 
-    source = arguments.init_from or arguments.grow_from
-    if arguments.from_checkpoint is not None and source is None:
-        raise ConfigError("--from-checkpoint is of the run of --init-from or --grow-from; give one of them, too")
-    which = arguments.from_checkpoint or "best"
-    origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
-    base, begun = arguments.config, has_begun(arguments.run)
-    if arguments.recipe is None and base is None and begun:
-        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
-    if begun and origin is not None:
-        check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
-    config = load_config(arguments.recipe, base, arguments.settings)
-    data = DataDirectory.open(arguments.data)
-
+    with once_a_host():
+        config, data, origin = _read(arguments)
     world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)
     setup_logging(world.rank)
     if config.engine.deterministic:
@@ -70,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     torch.use_deterministic_algorithms(config.engine.deterministic)
     lock = None
     try:
-        lock = RunLock(arguments.run) if world.is_main else None
-        if world.is_main:
-            data.verify_hashes()
-            begin(arguments.run, config, data)
-        barrier(world)
+        with together(world):
+            if world.is_main:
+                lock = RunLock(arguments.run)
+                data.verify_hashes()
+                begin(arguments.run, config, data)
         with StopRequest() as stop:
             progress = train_run(arguments.run, config, data, origin, world, stop)
         if stop:
@@ -97,3 +89,30 @@ def run(arguments: argparse.Namespace) -> int:
         if lock is not None:
             lock.release()
         leave_world()
+
+
+def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
+    """What the command line asks for; nothing is written.
+
+    Raises:
+        UserError: if that cannot be, or cannot be read.
+    """
+    from deepspeed_nmt.commands.training import Origin
+    from deepspeed_nmt.config import load_config
+    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.inherit import check_origin
+    from deepspeed_nmt.runs import CONFIG_FILE, has_begun
+
+    source = arguments.init_from or arguments.grow_from
+    if arguments.from_checkpoint is not None and source is None:
+        raise ConfigError("--from-checkpoint is of the run of --init-from or --grow-from; give one of them, too")
+    which = arguments.from_checkpoint or "best"
+    origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
+    base, begun = arguments.config, has_begun(arguments.run)
+    if arguments.recipe is None and base is None and begun:
+        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
+    if begun and origin is not None:
+        check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
+    config = load_config(arguments.recipe, base, arguments.settings)
+    return config, DataDirectory.open(arguments.data), origin

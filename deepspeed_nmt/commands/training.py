@@ -22,18 +22,22 @@ from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import choose_precision
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
+from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.launched import once_a_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights
 from deepspeed_nmt.search import SearchConfig
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.loop import Workload, train
 from deepspeed_nmt.train.memory import probe
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.signals import StopRequest
 
@@ -74,23 +78,24 @@ def _take_up(
     """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
     vocabulary = data.tokenizer().vocabulary
     store = CheckpointStore(path / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
-    if store.names():
-        logger.info("checking and reading the newest checkpoint in %s", store.directory)
-    checkpoint = store.newest()
+    checkpoint = _newest(store, world)
     progress = checkpoint.progress if checkpoint is not None else Progress()
-    corpus = data.corpus("train")
-    loader = TrainLoader(corpus, config.batch, config.training.seed, world.data_rank, world.data_ranks, vocabulary)
-    model = build_model(config, vocabulary)
-    precision = choose_precision(config.engine.precision, world.device)
-    model.recompute(*recomputation(config, vocabulary.size, precision, world))
-    copy = build_model(config, vocabulary)
-    _initialise(model, config, checkpoint, origin, path, data, world)
+    with together(world):
+        corpus = data.corpus("train")
+        seed = config.training.seed
+        loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
+        model = build_model(config, vocabulary)
+        precision = choose_precision(config.engine.precision, world.device)
+        model.recompute(*recomputation(config, vocabulary.size, precision, world))
+        copy = build_model(config, vocabulary)
+        _initialise(model, config, checkpoint, origin, path, data, world)
     parallelize(model, world)
     objective = build_objective(config, vocabulary)
     module = TrainModule(model, objective)
     optimizer = build_optimizer(config.optimizer, module.to(world.device))
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-    engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
+    with once_a_host():
+        engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
     logger.info(
         "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
         f"{sum(p.numel() for p in copy.parameters()):,}",
@@ -136,6 +141,19 @@ def _take_up(
         )
     engine.close()
     return after
+
+
+def _newest(store: CheckpointStore, world: World) -> Checkpoint | None:
+    """The newest good checkpoint. Rank 0 looks for it, which takes hashing it; the others open what it found."""
+    found = None
+    with together(world):
+        if world.is_main:
+            if store.names():
+                logger.info("checking and reading the newest checkpoint in %s", store.directory)
+            found = store.newest()
+    name = from_main(found.path.name if found is not None else "", world)
+    with together(world):
+        return Checkpoint(store.directory / name, verify=False) if name and found is None else found
 
 
 def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, world: World) -> Workload | None:

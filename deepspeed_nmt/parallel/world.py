@@ -1,8 +1,5 @@
 """Who this process is among the others, and how they find each other.
 
-The `deepspeed` launcher and `torchrun` describe a process by RANK, WORLD_SIZE and LOCAL_RANK; `srun` by SLURM_PROCID,
-SLURM_NTASKS and SLURM_LOCALID. A process started by plain `python` is alone.
-
 Ranks form a grid: `tensor_ranks` neighbours hold a model's matrices in slices and work on the same micro-batches;
 ranks with the same place among their neighbours hold the same slice and work on different ones.
 """
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.launched import once_a_host, place
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,6 @@ class World:
         return World(self.rank, self.ranks, self.local_rank, self.device, tensor_ranks, *groups)
 
 
-def _from_environment() -> tuple[int, int, int]:
-    """(rank, ranks, local rank)"""
-    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
-        if names[0] in os.environ and names[1] in os.environ:
-            rank, ranks = int(os.environ[names[0]]), int(os.environ[names[1]])
-            # An interactive SLURM shell has SLURM_PROCID=0 without being one of several tasks.
-            if ranks > 1 or names[0] == "RANK":
-                return rank, ranks, int(os.environ.get(names[2], "0"))
-    return 0, 1, 0
-
-
 def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: int = 1) -> World:
     """Find this process's place and connect it to the others.
 
@@ -98,16 +85,9 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
         ConfigError: if a GPU is asked for and there is none, the ranks do not know where to meet, or they cannot be
             divided by ``tensor_ranks``.
     """
-    rank, ranks, local_rank = _from_environment()
-    if ranks % tensor_ranks:
-        raise ConfigError(
-            f"engine.tensor_parallel must divide the number of processes, but is {tensor_ranks} with {ranks} "
-            f"{'process' if ranks == 1 else 'processes'}; start a multiple of {tensor_ranks}, or lower it"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device is cuda, but torch finds no GPU; use engine.device=cpu or install a CUDA build"
-        )
+    rank, ranks, local_rank = place()
+    with once_a_host():
+        _check(device, ranks, tensor_ranks)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -122,11 +102,6 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
     if ranks == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-    elif "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        raise ConfigError(
-            f"{ranks} processes need MASTER_ADDR and MASTER_PORT to find each other, but they are not set; "
-            "start with `deepspeed` or `torchrun`, or see launch/"
-        )
     if not dist.is_initialized():
         backend, timeout = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout_s)
         if ranks == 1:  # no port needed, none taken
@@ -135,6 +110,28 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
         else:
             dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
+
+
+def _check(device: str, ranks: int, tensor_ranks: int) -> None:
+    """Refuse what is wrong for all ranks of this host alike.
+
+    Raises:
+        ConfigError: as in :func:`join_world`.
+    """
+    if ranks % tensor_ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel must divide the number of processes, but is {tensor_ranks} with {ranks} "
+            f"{'process' if ranks == 1 else 'processes'}; start a multiple of {tensor_ranks}, or lower it"
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device is cuda, but torch finds no GPU; use engine.device=cpu or install a CUDA build"
+        )
+    if ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            f"{ranks} processes need MASTER_ADDR and MASTER_PORT to find each other, but they are not set; "
+            "start with `deepspeed` or `torchrun`, or see launch/"
+        )
 
 
 def leave_world() -> None:

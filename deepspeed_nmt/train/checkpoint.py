@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,11 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.train.progress import Progress
 
 _SHARD_BYTES = 2 * 1024**3
 _FORMAT = 1
 _PREFIX = "update-"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        update: updates made.
-        epoch, epoch_update: position in the data: the next update to make.
-        target_tokens: seen so far.
-        train_seconds: spent in updates, over all restarts.
-        best_score: best validation score so far, greater is better; None before the first validation.
-        best_update: when it was reached.
-        validations_since_best: for early stopping.
-        skipped: updates in a row, up to this one, that were skipped.
-        rollbacks: how often the run was rolled back.
-        retries: how often since it last got past the update where it failed.
-        failed_at: that update; 0 before the first rollback.
-        bad_measurements: of the collapse monitor, in a row.
-    """
-
-    update: int = 0
-    epoch: int = 0
-    epoch_update: int = 0
-    target_tokens: int = 0
-    train_seconds: float = 0.0
-    best_score: float | None = None
-    best_update: int = 0
-    validations_since_best: int = 0
-    skipped: int = 0
-    rollbacks: int = 0
-    retries: int = 0
-    failed_at: int = 0
-    bad_measurements: int = 0
 
 
 class Checkpoint:
@@ -74,27 +41,28 @@ class Checkpoint:
 
     Args:
         path: its directory.
+        verify: whether to hash its files, too; otherwise only their sizes are compared.
 
     Raises:
         CheckpointError: if it is missing, incomplete, or its content is not what was written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
         self._manifest = self._json("manifest.json")
         try:
-            self._read(self._manifest)
+            self._read(self._manifest, verify)
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} must be a checkpoint of this program, but its JSON is not ({error!r})"
             ) from error
 
-    def _read(self, manifest: dict[str, Any]) -> None:
+    def _read(self, manifest: dict[str, Any], verify: bool) -> None:
         for name, record in manifest["files"].items():
             file = self.path / name
             if not file.is_file():
                 raise CheckpointError(f"{file} must exist, but does not: the checkpoint is incomplete")
-            if file.stat().st_size != record["bytes"] or sha256_of(file) != record["sha256"]:
+            if file.stat().st_size != record["bytes"] or (verify and sha256_of(file) != record["sha256"]):
                 raise CheckpointError(f"{file} is not what was written there: the checkpoint is damaged")
         state = self._json(manifest.get("state", "state.json"))
         self.progress = Progress(**state["progress"])
@@ -342,11 +310,22 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, saved: str) -> None:
-        """Remove old checkpoints. Later ones than that just saved are damaged, and must not push out good ones."""
+        """Remove old checkpoints. Later ones than that just saved are damaged, and must not push out good ones; nor
+        may those within a streak of skipped updates push out the newest from before it, to which the run rolls back.
+        """
+        names = [name for name in self.names() if name <= saved]
         best = self.pointer("best") if self._keep_best else None
-        for name in [name for name in self.names() if name <= saved][: -self._keep_last]:
-            if best is None or best.name != name:
+        kept = {best.name if best is not None else "", next(filter(self._before_skips, reversed(names)), "")}
+        for name in names[: -self._keep_last]:
+            if name not in kept:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def _before_skips(self, name: str) -> bool:
+        """Whether a checkpoint stands outside a streak of skipped updates. Weights and moments are not looked at."""
+        try:
+            return Checkpoint(self.directory / name, verify=False).progress.skipped == 0
+        except CheckpointError:
+            return False
 
 
 def _name(update: int) -> str:

@@ -131,7 +131,8 @@ class CollapseMonitor:
         return values
 
     def judge(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
-        """Warn when the last measurements were all bad.
+        """Warn when the last measurements were all bad, and again after as many more; or stop, and again at once if
+        the run is started as it was.
 
         Args:
             values: what was measured after ``update``.
@@ -146,7 +147,7 @@ class CollapseMonitor:
         if update <= self._grace or not (low or lost):
             return 0, ""
         bad += 1
-        if bad % config.patience:
+        if bad < config.patience or (config.action == "warn" and bad % config.patience):
             return bad, ""
         if lost:
             what = (

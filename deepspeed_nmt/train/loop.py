@@ -14,14 +14,16 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
 from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.memory import Probe, explained, peak_memory_gib
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig, learning_rate
+from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 
@@ -127,6 +129,7 @@ def train(
     parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
     fatal = ""
+    validating = saving = False
     updates = Prefetcher(loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
     try:
         while not _finished(config, progress):
@@ -160,14 +163,21 @@ def train(
                 metrics.log(progress.update, {**found, "train/target_tokens": float(progress.target_tokens)})
                 bad, fatal = monitor.judge(progress.update, found, progress.bad_measurements)
                 progress = replace(progress, bad_measurements=bad)
-            best = False
-            if _due(config.validate_every, progress) or _finished(config, progress):
+            validating = validating or _due(config.validate_every, progress)
+            saving = saving or _due(config.save_every or config.validate_every, progress)
+            # Amid skipped updates both wait: what is kept then may be ruined. Only the end of training cannot wait.
+            sound, best = progress.skipped == 0, False
+            if (validating and sound) or _finished(config, progress):
                 progress, best = _validate(validator, progress, metrics)
+                validating = False
             stopping = any_rank(bool(stop), world)
-            if best or stopping or fatal or _due(config.save_every or config.validate_every, progress):
-                saved_at = _save(store, engine, progress, best, world, saved_at)
+            if best or stopping or fatal or (saving and sound):
+                last = stopping or _finished(config, progress)
+                saved_at = _save(store, engine, progress, best, world, saved_at, must=last)
+                saving = False
             if fatal:
-                raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
+                with together(world):
+                    raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
             if stopping:
                 break
     finally:
@@ -245,8 +255,10 @@ def _save(
         f"good one is of update {saved_at}. Free some space or lower training.keep_last"
     )
     if must:
-        raise OSError(message)
-    logger.error("%s; training goes on", message)
+        with together(world):
+            raise OSError(message)
+    if world.is_main:
+        logger.error("%s; training goes on", message)
     return saved_at
 
 

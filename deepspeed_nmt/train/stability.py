@@ -23,19 +23,27 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
+from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.progress import Progress
 
 _SEARCH_SKIPS = 5
 """So many skips in a row are normal while fp16 looks for its loss scale."""
 _NAMED_LAYERS = 4
 _SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
 
-_REMEDIES = (
-    "Lower optimizer.lr, lengthen schedule.warmup_updates, set optimizer.clip_norm, or use model.norm=pre, then "
-    "start again"
+_ON_THE_SAME_RUN = (
+    "Lower optimizer.lr, lengthen schedule.warmup_updates, or set optimizer.clip_norm, and start again on the same "
+    "run (remove its newest checkpoints first to go further back). model.norm=pre helps, too, but needs a new --run "
+    "directory"
 )
+_ON_A_NEW_RUN = (
+    "Start in a new --run directory, from the beginning or from the weights of another run (--init-from), with a "
+    "lower optimizer.lr, a longer schedule.warmup_updates, optimizer.clip_norm, or model.norm=pre"
+)
+_WITH_A_DISK = "See to it that the run directory can be written to, and start again"
 
 
 def worth_explaining(skipped: int, loss_scale: float) -> bool:
@@ -90,24 +98,25 @@ def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollba
     Raises:
         TrainingError: if there is no such checkpoint, or it was done too often without getting past this place.
     """
-    problem = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else "", world)
+    problem, remedies = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else None, world)
     if problem:
-        raise TrainingError(
-            f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient ({cause}), "
-            f"and {problem}: the training has diverged. {_REMEDIES}"
-        )
+        with together(world):
+            raise TrainingError(
+                f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient "
+                f"({cause}), and {problem}: the training has diverged. {remedies}"
+            )
 
 
-def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -> str:
-    """What there is against it, if it could not be done."""
+def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -> tuple[str, str]:
+    """What there is against it, if it could not be done, and what helps."""
     if progress.retries >= max_rollbacks:
         done = f"{progress.retries} rollback{'' if progress.retries == 1 else 's'} did not help ("
         limit = f"training.max_rollbacks is {max_rollbacks}"
-        return f"{f'{done}{limit})' if progress.retries else limit}. The last checkpoint is intact"
+        return f"{f'{done}{limit})' if progress.retries else limit}. The last checkpoint is intact", _ON_THE_SAME_RUN
     try:
         checkpoint = store.newest(until=progress.update - progress.skipped)
         if checkpoint is None or not checkpoint.resumable:  # resumable: saved after Adam's first step
-            return f"there is no checkpoint from before them in {store.directory} to go back to"
+            return f"there is no checkpoint from before them in {store.directory} to go back to", _ON_A_NEW_RUN
         store.rewind(
             checkpoint,
             replace(
@@ -122,7 +131,8 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -
             ),
         )
     except (CheckpointError, OSError) as error:
-        return f"going back to a checkpoint failed ({error})"
+        remedies = _WITH_A_DISK if isinstance(error, OSError) else _ON_A_NEW_RUN
+        return f"going back to a checkpoint failed ({error})", remedies
     logger.warning(
         "%d updates in a row skipped: rolling back from update %d to %d, and on with the data after them "
         "(rollback %d of %d before update %d is passed)",
@@ -133,7 +143,7 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -
         max_rollbacks,
         checkpoint.progress.failed_at,
     )
-    return ""
+    return "", ""
 
 
 class SpikeWatch:

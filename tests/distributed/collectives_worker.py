@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_nmt.console import setup_logging
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
+from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import (
     all_reduce_in_buckets,
     any_rank,
@@ -12,7 +15,21 @@ from deepspeed_nmt.parallel.collectives import (
     gather_lists,
     sum_over_ranks,
 )
-from deepspeed_nmt.parallel.world import join_world, leave_world
+from deepspeed_nmt.parallel.world import World, join_world, leave_world
+
+
+def fail(who: set[int], error: Exception, status: int, world: World) -> None:
+    """Some ranks fail, and all stop with the same status."""
+    try:
+        with together(world):
+            if world.rank in who:
+                raise error
+    except ReportedError as reported:
+        assert world.ranks > 1 and reported.status == status
+    except type(error):
+        assert world.ranks == 1
+    else:
+        raise AssertionError("it must fail on every rank")
 
 
 def main() -> None:
@@ -32,6 +49,12 @@ def main() -> None:
     all_reduce_in_buckets(tensors, world)
     assert tensors[0].eq(ranks * (ranks - 1) / 2).all() and tensors[1].eq(ranks).all()
     assert float(tensors[2]) == ranks * (ranks - 1) / 2
+    setup_logging(rank)
+    with together(world):
+        pass
+    fail({0}, ConfigError("only rank 0"), 2, world)
+    fail({ranks - 1}, OSError("only the last rank"), 1, world)
+    fail(set(range(ranks)), TrainingError("all alike"), 1, world)
     leave_world()
 
 

@@ -104,6 +104,28 @@ def test_stopped_and_resumed_it_is_the_same_run(
         assert torch.equal(weight, newest(straight).weight(name)), name
 
 
+@pytest.mark.parametrize("stop_at", [(), (7,)], ids=["straight", "stopped while skipping"])
+def test_a_run_that_keeps_one_checkpoint_can_go_back(
+    data: Path, bad: None, tmp_path: Path, small: list[str], stop_at: tuple[int, ...]
+) -> None:
+    settings = [*small, *PATIENT, "training.keep_last=1", "training.keep_best=false", "training.save_every=1"]
+    for last in (*stop_at, 12):
+        assert main(words(data, tmp_path / "run", *settings, f"training.max_updates={last}")) == 0
+    end = newest(tmp_path / "run")
+    assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
+
+
+def test_saving_and_validating_wait_for_an_update_that_is_not_skipped(
+    data: Path, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, {6, 7}))
+    assert main(words(data, run, *small)) == 0
+    assert [path.name[-2:] for path in sorted(run.glob("checkpoints/update-*"))] == ["04", "09", "12"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "valid/loss" in line] == [4, 9, 12]
+
+
 def test_killed_between_rollback_and_next_checkpoint(
     data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,3 +191,11 @@ def test_too_little_memory_stops_with_advice(
     error = capsys.readouterr().err
     assert "stopped: update 1 must fit into RAM, but memory ran out with" in error
     assert "Lower batch.micro_tokens" in error and "Traceback" not in error
+
+
+def test_ranks_that_diverge_stop_with_one_voice(data: Path, tmp_path: Path, small: list[str]) -> None:
+    worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
+    settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
+    outputs = run_ranks([*worker, *words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1)
+    assert outputs[0].count("stopped: 3 updates in a row, up to update 8, had no finite gradient") == 1
+    assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]

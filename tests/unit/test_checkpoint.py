@@ -13,7 +13,8 @@ import torch
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.train import checkpoint as module
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.progress import Progress
 
 
 def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:
@@ -175,6 +176,27 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path)
     save(store, 5)
     save(store, 6)
     assert newest(store).progress.update == 6 and store.names() == ["update-0000006", "update-0000008"]
+
+
+def test_skipped_updates_do_not_push_out_what_a_run_rolls_back_to(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    save(store, 1)
+    save(store, 2)
+    for skipped, update in enumerate((3, 4, 5), 1):
+        store.save(Progress(update=update, skipped=skipped), EngineScalars(2), states(2), best=False)
+    assert store.names() == ["update-0000002", "update-0000005"]
+    save(store, 6)
+    assert store.names() == ["update-0000006"], "the streak is over"
+
+
+def test_only_sizes_are_compared_of_what_another_rank_has_hashed(store: CheckpointStore) -> None:
+    save(store, 1)
+    file = store.directory / "update-0000001" / "weights-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert Checkpoint(file.parent, verify=False).progress.update == 1
+    damage(store, 1)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Checkpoint(file.parent, verify=False)
 
 
 def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> None:

@@ -92,6 +92,13 @@ def test_it_can_stop(tmp_path: Path) -> None:
     assert bad == 1 and fatal.startswith("update 8: the decoder ignores its source")
 
 
+def test_started_again_it_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
+    judge = monitor(tmp_path, action="stop", patience=3).judge
+    low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
+    assert [bool(judge(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
+    assert judge(500, good, 4) == (0, "")
+
+
 def test_when_it_is_due(tmp_path: Path) -> None:
     assert [update for update in range(1, 12) if monitor(tmp_path, every=5).due(update)] == [5, 10]
     assert not monitor(tmp_path, every=0).due(500)

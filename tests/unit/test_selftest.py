@@ -67,9 +67,19 @@ def test_nan_does_not_pass() -> None:
 def test_bad_numbers_of_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["selftest", "--ranks", "0"]) == 2
     assert "--ranks must be at least 1, but is 0" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["selftest", "--ranks", "2"]) == 2
     assert "--ranks must be left out" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_speaks_of_its_own_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["selftest", "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert "--device is cuda, but torch finds no GPU; use --device cpu" in error and "engine.device" not in error
 
 
 @pytest.mark.slow

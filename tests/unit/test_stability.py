@@ -18,7 +18,8 @@ from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.checkpoint import CheckpointStore, Progress
+from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.stability import SpikeWatch, layers_of, report_skip, roll_back, worth_explaining
 from tests.support import random_corpus
 
@@ -91,10 +92,15 @@ def test_without_a_checkpoint_or_rollbacks_left_a_run_stops(tmp_path: Path) -> N
     bad = Progress(update=30, skipped=20)
     with pytest.raises(
         TrainingError, match=r"^20 updates in a row, up to update 30.* \(why\), and there is no checkp"
-    ):
+    ) as without:
         roll_back(store, bad, "why", 2, WORLD)
-    with pytest.raises(TrainingError, match=r"training.max_rollbacks is 0\. The last checkpoint is intact"):
+    assert "Start in a new --run directory" in str(without.value) and "model.norm=pre" in str(without.value)
+    with pytest.raises(
+        TrainingError, match=r"training.max_rollbacks is 0\. The last checkpoint is intact"
+    ) as with_one:
         roll_back(store, bad, "why", 0, WORLD)
+    assert "start again on the same run" in str(with_one.value)
+    assert "model.norm=pre helps, too, but needs a new --run directory" in str(with_one.value)
     with pytest.raises(TrainingError, match=r"2 rollbacks did not help \(training.max_rollbacks is 2\)"):
         roll_back(store, Progress(update=30, skipped=20, retries=2), "why", 2, WORLD)
 

@@ -1,0 +1,57 @@
+"""What a launcher says of a process, and who speaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.errors import ConfigError, ReportedError
+from deepspeed_nmt.parallel import launched
+from deepspeed_nmt.parallel.launched import once_a_host, place
+
+_STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+_SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *_STEP):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, (0, 1, 0)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 8, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", **_STEP}, (0, 1, 0)),
+        (_STEP, (3, 4, 1)),
+        (_SHELL, (0, 1, 0)),
+        ({**_SHELL, "SLURM_STEP_ID": "4294967290"}, (0, 1, 0)),
+        ({"WORLD_SIZE": "4"}, (0, 1, 0)),
+    ],
+    ids=["python", "torchrun", "torchrun within srun", "srun", "batch script", "interactive step", "no rank"],
+)
+def test_places(environment: dict[str, str], found: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert place() == found
+
+
+def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert main(["selftest"]) == 2
+    assert "error: WORLD_SIZE must be a number, but is 'abc'" in capsys.readouterr().err
+
+
+def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "_TIME_TO_SPEAK_S", 0.0)
+    for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError), once_a_host():
+        raise ConfigError("wrong")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ReportedError) as reported, once_a_host():
+        raise ConfigError("wrong")
+    assert reported.value.status == 2
