@@ -89,7 +89,7 @@ def _take_up(
         model.recompute(*recomputation(config, vocabulary.size, precision, world))
         copy = build_model(config, vocabulary)
         _initialise(model, config, checkpoint, origin, path, data, world)
-    parallelize(model, world)
+        parallelize(model, world)
     objective = build_objective(config, vocabulary)
     module = TrainModule(model, objective)
     optimizer = build_optimizer(config.optimizer, module.to(world.device))
