@@ -19,6 +19,7 @@ def _lines(path: Path) -> list[str]:
     return [join_segments(line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
 
 
+@pytest.mark.timeout(600)
 def test_multi30k_under_deepspeed(shared_data: Path, tmp_path: Path) -> None:
     text = shared_data / "multi30k_bpe_ende"
     words = ["prepare", "--segmented", "--out", str(tmp_path / "data")]
@@ -39,7 +40,7 @@ def test_multi30k_under_deepspeed(shared_data: Path, tmp_path: Path) -> None:
         "model.decoder_layers=2",
         "validation.bleu=false",
     ]
-    run_ranks([*command, "--run", str(run), *settings, *quick, "validation.best_by=loss"], 2, tmp_path, timeout=280)
+    run_ranks([*command, "--run", str(run), *settings, *quick, "validation.best_by=loss"], 2, tmp_path, timeout=560)
     out = tmp_path / "hypothesis"
     source = text / "test.2016.en"
     assert main(["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--beam", "2"]) == 0
