@@ -1,7 +1,7 @@
 """Small models of every method, trained a few updates under any engine: what `selftest` and the tests compare.
 
 All engines do the same arithmetic, so that losses, gradient norms and weights of any two differ by rounding alone.
-The models have GELU: where a ReLU's input is all but zero, rounding would decide whether a whole unit gets a gradient.
+The models have GELU: where a ReLU is at its kink, rounding would decide whether a whole unit gets a gradient.
 """
 
 from __future__ import annotations
