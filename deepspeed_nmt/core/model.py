@@ -49,7 +49,47 @@ class Memory:
         )
 
 
-class TranslationModel(nn.Module, ABC):
+class DecodableModel(nn.Module, ABC):
+    """What a search needs: it encodes a source, then gives the next token's logits, position by position.
+
+    Attributes:
+        vocab_size: V.
+        pad: the padding token.
+    """
+
+    vocab_size: int
+    pad: int
+
+    @abstractmethod
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        """Encode sources. Shape: (B,S) -> (B,S,D)
+
+        Args:
+            padded: False promises that no position is padding.
+        """
+
+    @abstractmethod
+    def begin(self) -> DecoderCache:
+        """An empty cache for :meth:`step`."""
+
+    @abstractmethod
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        """Logits of the token after ``tokens_R``, the newest tokens of each hypothesis.
+
+        The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
+        equally many for every sentence. Shape: (R,) -> (R,V)
+        """
+
+    @abstractmethod
+    def at_exit(self, name: str) -> DecodableModel:
+        """The model that decodes from an exit: it shares the weights, and has no more layers than it needs.
+
+        Raises:
+            ConfigError: if there is no such exit.
+        """
+
+
+class TranslationModel(DecodableModel):
     """An encoder, a decoder with one or more exits, and a projection to the vocabulary.
 
     An *exit* is a place where decoder states can be read as predictions. Objectives sum over exits, a search decodes
@@ -57,13 +97,9 @@ class TranslationModel(nn.Module, ABC):
 
     Attributes:
         projection: from decoder states to the vocabulary, shared by all exits.
-        vocab_size: V.
-        pad: the padding token.
     """
 
     projection: Projection
-    vocab_size: int
-    pad: int
 
     @property
     @abstractmethod
@@ -71,9 +107,9 @@ class TranslationModel(nn.Module, ABC):
         """How many exits the encoder and the decoder have: after each layer, or each loop over shared layers."""
 
     @property
+    @abstractmethod
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        """The stacks that are trained, of the encoder's side and of the decoder's; none in what is never trained."""
-        return [], []
+        """The stacks that are trained, of the encoder's side and of the decoder's."""
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
@@ -100,24 +136,7 @@ class TranslationModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def at_exit(self, name: str) -> TranslationModel:
-        """The model that decodes from an exit: it shares the weights, and has no more layers than it needs.
-
-        Raises:
-            ConfigError: if there is no such exit.
-        """
-
-    @abstractmethod
-    def begin(self) -> DecoderCache:
-        """An empty cache for :meth:`step`."""
-
-    @abstractmethod
-    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        """Logits of the token after ``tokens_R``, the newest tokens of each hypothesis.
-
-        The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
-        equally many for every sentence. Shape: (R,) -> (R,V)
-        """
+    def at_exit(self, name: str) -> TranslationModel: ...
 
     def recompute(self, encoder_every: int, decoder_every: int) -> None:
         """Have every so manieth layer application recomputed in the backward pass; see :class:`LayerStack`."""

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -119,7 +119,7 @@ class BeamSearch:
         config: the settings.
     """
 
-    def __init__(self, model: TranslationModel, bos: int, eos: int, pad: int, config: BeamSettings) -> None:
+    def __init__(self, model: DecodableModel, bos: int, eos: int, pad: int, config: BeamSettings) -> None:
         self.model = model
         self.bos = bos
         self.eos = eos

@@ -1,6 +1,6 @@
 """Several models that decode as one: their probabilities are averaged at each step.
 
-Legend: B sentences, S source length, V vocabulary, R rows = B x beam, T target length.
+Legend: B sentences, S source length, V vocabulary, R rows = B x beam.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.layers import Draw
 
 
 @dataclass(frozen=True)
@@ -36,32 +35,23 @@ class _Caches(DecoderCache):
             part.select(rows_R, sentences_B)
 
 
-class Ensemble(TranslationModel):
-    """Decodes with p(y) = mean of the models' p_i(y). For decoding only.
+class Ensemble(DecodableModel):
+    """Decodes with p(y) = mean of the models' p_i(y).
 
     Args:
         models: with one vocabulary.
     """
 
-    def __init__(self, models: Sequence[TranslationModel]) -> None:
+    def __init__(self, models: Sequence[DecodableModel]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self._each = list(models)
         self.vocab_size, self.pad = models[0].vocab_size, models[0].pad
         assert all(model.vocab_size == self.vocab_size for model in models)
 
-    @property
-    def stages(self) -> tuple[int, int]:
-        return self._each[0].stages
-
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
         parts = tuple(model.encode(source_BS, padded) for model in self._each)
         return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
-
-    def decode(
-        self, target_input_BT: Tensor, memory: Memory, draw: Draw | None = None, exits: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        raise NotImplementedError("an ensemble has no states of its own; it only decodes")
 
     def begin(self) -> DecoderCache:
         return _Caches([model.begin() for model in self._each])
@@ -74,5 +64,5 @@ class Ensemble(TranslationModel):
         ]
         return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
 
-    def at_exit(self, name: str) -> TranslationModel:
+    def at_exit(self, name: str) -> DecodableModel:
         return Ensemble([model.at_exit(name) for model in self._each]).train(self.training)

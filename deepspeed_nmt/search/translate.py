@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
 
@@ -63,7 +63,7 @@ class Translation:
 
 
 def translate_lines(
-    model: TranslationModel,
+    model: DecodableModel,
     tokenizer: Tokenizer,
     lines: Iterable[str],
     config: SearchConfig,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
@@ -19,7 +19,6 @@ from deepspeed_nmt.methods import build_transformer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis, _log_sum_exp, _top
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -183,31 +182,23 @@ def test_finished_sentences_leave_and_cross_keys_are_not_copied(monkeypatch: pyt
     assert seen[-1][1] < 6
 
 
-class Bigram(TranslationModel):
+class Bigram(DecodableModel):
     """p(next token | last token) from a table, whatever the source."""
 
     def __init__(self, table: dict[int, dict[int, float]]) -> None:
         super().__init__()
         self.vocab_size, self.pad = 5, PAD
-        self.projection = Projection(torch.nn.Parameter(torch.empty(5, 1)))
         self.logits_VV = torch.full((5, 5), -1e4)
         for last, following in table.items():
             self.logits_VV[last] = -torch.inf
             for token, probability in following.items():
                 self.logits_VV[last, token] = math.log(probability)
 
-    @property
-    def stages(self) -> tuple[int, int]:
-        return 1, 1
-
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: object = None) -> Memory:
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
         return Memory(source_BS.unsqueeze(2).float(), None)
 
-    def decode(self, *_: object) -> list[Tensor]:
-        raise NotImplementedError
-
-    def at_exit(self, name: str) -> TranslationModel:
-        raise NotImplementedError
+    def at_exit(self, name: str) -> DecodableModel:
+        return self  # the only one
 
     def begin(self) -> DecoderCache:
         return DecoderCache(0)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
 from deepspeed_nmt.data.plan import BatchConfig
-from deepspeed_nmt.engine.base import Engine, EngineScalars, ParameterState, SavedState, UpdateResult
+from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.train.memory import explained, probe
 from tests.support import random_corpus
@@ -23,33 +22,12 @@ CPU = torch.device("cpu")
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB"
 
 
-class _Engine(Engine):
-    """Notes what it is probed with, and may have no room for it."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.device = CPU
-        self.probed: list[Batch] = []
-        self._error = error
-
-    def probe(self, batch: Batch) -> None:
-        self.probed.append(batch)
-        if self._error is not None:
-            raise self._error
-
-    def update(self, *arguments: object) -> UpdateResult:
-        raise NotImplementedError
-
-    def parameters(self) -> Iterator[ParameterState]:
-        raise NotImplementedError
-
-    def state(self) -> Iterator[ParameterState]:
-        raise NotImplementedError
-
-    def scalars(self) -> EngineScalars:
-        raise NotImplementedError
-
-    def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        raise NotImplementedError
+def engine_with(error: Exception | None = None) -> mock.Mock:
+    """An engine that may have no room for what it is probed with."""
+    engine: mock.Mock = mock.create_autospec(Engine, instance=True)
+    engine.device = CPU
+    engine.probe.side_effect = error
+    return engine
 
 
 @pytest.fixture
@@ -59,10 +37,11 @@ def loader(tmp_path: Path) -> TrainLoader:
 
 
 def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytest.LogCaptureFixture) -> None:
-    engine = _Engine()
+    engine = engine_with()
     with caplog.at_level(logging.INFO, "deepspeed_nmt"):
         probe("always", engine, loader)
-    (batch,) = engine.probed
+    (batch,) = engine.probe.call_args.args
+    assert engine.probe.call_count == 1
     some = itertools.islice(loader.updates(Cursor(), 1), 20)
     seen = max(batch.padded_tokens for update in some for batch in update.micro_batches)
     assert 0.97 * seen <= batch.padded_tokens <= 200
@@ -72,9 +51,9 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
 
 @pytest.mark.parametrize(("wanted", "times"), [("auto", 0), ("never", 0), ("always", 1)])
 def test_on_a_cpu_only_when_asked(loader: TrainLoader, wanted: str, times: int) -> None:
-    engine = _Engine()
+    engine = engine_with()
     probe(wanted, engine, loader)  # type: ignore[arg-type]
-    assert len(engine.probed) == times
+    assert engine.probe.call_count == times
 
 
 def chained() -> Exception:
@@ -100,7 +79,7 @@ def chained() -> Exception:
 )
 def test_too_little_memory_is_explained(loader: TrainLoader, error: Exception) -> None:
     with pytest.raises(TrainingError) as caught:
-        probe("always", _Engine(error), loader)
+        probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
     assert message.startswith("the largest micro-batch that can come must fit into RAM, but memory ran out")
     assert f"{batch.rows} rows x {batch.longest} tokens, {batch.padded_tokens} of batch.micro_tokens" in message
@@ -120,4 +99,4 @@ def test_an_update_names_its_largest_micro_batch(loader: TrainLoader) -> None:
 
 def test_other_errors_stay_what_they_are(loader: TrainLoader) -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        probe("always", _Engine(RuntimeError("shapes do not match")), loader)
+        probe("always", engine_with(RuntimeError("shapes do not match")), loader)
