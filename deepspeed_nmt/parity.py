@@ -7,7 +7,7 @@ The models have GELU: where a ReLU is at its kink, rounding would decide whether
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.base import Engine, EngineConfig
+from deepspeed_nmt.engine.base import Engine, EngineConfig, ParameterState
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.methods.ald import ALD, ALDConfig
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
@@ -34,7 +34,7 @@ from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
-from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 
@@ -90,6 +90,26 @@ def growing(dropout: float) -> tuple[TranslationModel, Objective]:
         norm="post", top_encoder_layers=1, top_decoder_layers=1,
     )  # fmt: skip
     return build_depth_growing(config, VOCABULARY), Objective(LabelSmoothed(0.1, VOCABULARY.pad))
+
+
+class Saved:
+    """An engine's state, held in memory; see :class:`deepspeed_nmt.engine.base.SavedState`.
+
+    Attributes:
+        weights: whole, by name.
+    """
+
+    def __init__(self, states: Iterable[ParameterState]) -> None:
+        self._states = {state.name: state for state in states}
+        self.weights = {name: state.weight for name, state in self._states.items()}
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of a parameter."""
+        return self.weights[name]
+
+    def moment(self, name: str, which: str) -> Tensor:
+        """One of Adam's moments of a parameter."""
+        return self._states[name].moments[which]
 
 
 METHODS: dict[str, Callable[[float], tuple[TranslationModel, Objective]]] = {
@@ -175,8 +195,7 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
     losses, norms, counts, skipped, terms = [], [], [], [], []
     for update in loader.updates(cursor, first):
         result = engine.update(update.micro_batches, update.target_tokens, 3e-3 * min(1.0, update.number / 5))
-        sums = {name: float(value) / world.tensor_ranks for name, value in result.sums.items()}
-        total = sum_over_ranks(sums, world)
+        total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
         terms.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
         losses.append(total["loss"] / update.target_tokens)
         norms.append(result.grad_norm)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from deepspeed_nmt.data.loader import Cursor
-from deepspeed_nmt.engine.base import Engine, ParameterState
+from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import METHODS, build, loader_of, train, write_corpus
+from deepspeed_nmt.parity import METHODS, Saved, build, loader_of, train, write_corpus
 
 UPDATES = 10
 
@@ -52,20 +52,6 @@ class Row:
         return not self.problem and all(
             value <= self.tolerance for value in (self.loss, self.norm, self.weights, self.resumed)
         )
-
-
-class _Saved:
-    """An engine's state, in memory."""
-
-    def __init__(self, states: list[ParameterState]) -> None:
-        self._states = {state.name: state for state in states}
-        self.weights = {state.name: state.weight for state in states}
-
-    def weight(self, name: str) -> torch.Tensor:
-        return self._states[name].weight
-
-    def moment(self, name: str, which: str) -> torch.Tensor:
-        return self._states[name].moments[which]
 
 
 def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
@@ -133,7 +119,7 @@ def _resumed(method: str, engine: str, world: World, directory: Path, straight: 
     half = UPDATES // 2
     first = build(method, engine, world, directory)
     done = train(first, loader, world, 1, half, Cursor())
-    saved, scalars = _Saved(list(first.state())), first.scalars()
+    saved, scalars = Saved(first.state()), first.scalars()
     first.close()
     second = build(method, engine, world, directory, weights=saved.weights)
     second.restore(saved, scalars)

@@ -105,7 +105,7 @@ def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[d
     """What the run needs on these GPUs: as JSON, and as text."""
     from deepspeed_nmt.commands.planner import Planner, precision_of
 
-    precision = precision_of(config, gpu)
+    precision = precision_of(config, gpu, arguments.num_gpus)
     planner = Planner(config, arguments.vocab_size, precision, arguments.num_gpus)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}

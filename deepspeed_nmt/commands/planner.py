@@ -10,8 +10,8 @@ import torch
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.base import Precision
-from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, wanted_precision, zero_stage
+from deepspeed_nmt.engine.base import Precision, uses_deepspeed
+from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, precision_asked_for, zero_stage
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
@@ -69,7 +69,7 @@ class Planner:
             ConfigError: if ``train`` would refuse the DeepSpeed configuration.
         """
         engine, layout = self._config.engine, self._layout
-        if engine.name == "deepspeed" or (engine.name == "auto" and layout.ranks > 1):
+        if uses_deepspeed(engine, layout.ranks):
             content = load_ds_config(engine.ds_config)
             clip_norm, ranks = self._config.optimizer.clip_norm, layout.ranks // layout.tensor_ranks
             complete_ds_config(content, ranks=ranks, clip_norm=clip_norm, precision=self._precision)
@@ -103,9 +103,9 @@ class Planner:
         return plan_for(self.work, self.trained, self.frozen, layout, self._config.batch.micro_tokens, recompute)
 
 
-def precision_of(config: RunConfig, gpu: Gpu) -> Precision:
-    """What a run is trained in on a GPU."""
-    wanted = wanted_precision(load_ds_config(config.engine.ds_config), config.engine.precision)
+def precision_of(config: RunConfig, gpu: Gpu, ranks: int) -> Precision:
+    """What a run is trained in on so many GPUs."""
+    wanted = precision_asked_for(config.engine, ranks)
     return gpu.precision if wanted == "auto" else wanted  # type: ignore[return-value]
 
 

@@ -20,6 +20,7 @@ from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import choose_precision
+from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.parallel.agreement import together
@@ -85,7 +86,7 @@ def _take_up(
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = build_model(config, vocabulary)
-        precision = choose_precision(config.engine.precision, world.device)
+        precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
         model.recompute(*recomputation(config, vocabulary.size, precision, world))
         copy = build_model(config, vocabulary)
         _initialise(model, config, checkpoint, origin, path, data, world)

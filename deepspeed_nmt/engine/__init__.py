@@ -6,8 +6,8 @@ import torch
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.engine.base import Engine, EngineConfig, choose_precision
-from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, wanted_precision
+from deepspeed_nmt.engine.base import Engine, EngineConfig, choose_precision, uses_deepspeed
+from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, precision_asked_for
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
@@ -31,9 +31,8 @@ def build_engine(
         ConfigError: for a precision the device lacks, a DeepSpeed configuration that contradicts the run, or
             DeepSpeed asked for and not installed.
     """
-    name = config.name if config.name != "auto" else ("deepspeed" if world.ranks > 1 else "plain")
-    if name == "plain":
-        precision = choose_precision(config.precision, world.device)
+    precision = choose_precision(precision_asked_for(config, world.ranks), world.device)
+    if not uses_deepspeed(config, world.ranks):
         return PlainEngine(module, optimizer, clip_norm, precision, world)
     try:
         from deepspeed_nmt.engine.deepspeed import DeepSpeedEngine
@@ -42,6 +41,5 @@ def build_engine(
             f"engine.name is deepspeed, but it cannot be imported ({error}); install it, or use engine.name=plain"
         ) from error
     content = load_ds_config(config.ds_config)
-    precision = choose_precision(wanted_precision(content, config.precision), world.device)
     completed = complete_ds_config(content, ranks=world.data_ranks, clip_norm=clip_norm, precision=precision)
     return DeepSpeedEngine(module, optimizer, completed, world, dummy)

@@ -68,6 +68,11 @@ class EngineConfig(Config):
     timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
 
 
+def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
+    """Whether a run on so many ranks is carried out by DeepSpeed; otherwise by plain torch."""
+    return config.name == "deepspeed" or (config.name == "auto" and ranks > 1)
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """What came of an update.

@@ -31,6 +31,11 @@ def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
     return dict(zip(names, tensor.tolist(), strict=True))
 
 
+def sum_over_data_ranks(values: dict[str, float], world: World) -> dict[str, float]:
+    """The same of what was found in micro-batches: of ranks that share a model, and so a batch, one counts."""
+    return sum_over_ranks(values if world.tensor_rank == 0 else dict.fromkeys(values, 0.0), world)
+
+
 def any_rank(flag: bool, world: World) -> bool:
     """Whether any rank says yes. All ranks get the same answer."""
     return sum_over_ranks({"flag": float(flag)}, world)["flag"] > 0.0

@@ -15,7 +15,7 @@ from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.agreement import together
-from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_ranks
+from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -298,9 +298,7 @@ class _Window:
         assert self.result is not None
         sums = {name: float(value) for name, value in self.sums.items()}
         device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
-        if world.tensor_rank > 0:  # its neighbours work on the same micro-batches
-            device_sums = dict.fromkeys(device_sums, 0.0)
-        total = sum_over_ranks(device_sums, world)
+        total = sum_over_data_ranks(device_sums, world)
         padded, real = total.pop("positions/padded"), total.pop("positions/real")
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
         if "train/nll" in values:

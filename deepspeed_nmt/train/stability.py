@@ -24,7 +24,7 @@ from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
 from deepspeed_nmt.parallel.agreement import together
-from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
@@ -81,9 +81,8 @@ def layers_of(parameters: Sequence[str]) -> list[str]:
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
-    """An update's sums over all ranks; ranks that share a model count once. All ranks call it together."""
-    own = {name: float(value) if world.tensor_rank == 0 else 0.0 for name, value in sums.items()}
-    return sum_over_ranks(own, world)
+    """An update's sums over all ranks. All call it together."""
+    return sum_over_data_ranks({name: float(value) for name, value in sums.items()}, world)
 
 
 def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollbacks: int, world: World) -> None:

@@ -10,32 +10,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from deepspeed_nmt.data.loader import Cursor
-from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.parity import build, loader_of, train
+from deepspeed_nmt.parity import Saved, build, loader_of, train
 
 UPDATES = 20
 STOPPED, RESUMED = 4, 8
-
-
-class Saved:
-    """A state held in memory."""
-
-    def __init__(self, states: Sequence[ParameterState]) -> None:
-        self.states = {state.name: state for state in states}
-
-    def weight(self, name: str) -> Tensor:
-        return self.states[name].weight
-
-    def moment(self, name: str, which: str) -> Tensor:
-        return self.states[name].moments[which]
 
 
 def main() -> None:
@@ -57,12 +40,11 @@ def main() -> None:
                 engine.probe(loader.largest())
             done = train(engine, loader, world, 1, STOPPED, Cursor())
             if resume:
-                states, scalars = list(engine.state()), engine.scalars()
+                saved, scalars = Saved(engine.state()), engine.scalars()
                 engine.close()
-                weights = {s.name: s.weight for s in states}
-                engine = build(method, engine_name, world, directory, dropout=0.1, weights=weights)
+                engine = build(method, engine_name, world, directory, dropout=0.1, weights=saved.weights)
                 engine.probe(loader.largest())
-                engine.restore(Saved(states), scalars)
+                engine.restore(saved, scalars)
             rest = train(engine, loader, world, STOPPED + 1, RESUMED, done["cursor"])
             ends.append((rest["loss"], [s.weight.flatten().tolist() for s in engine.parameters()], engine.scalars()))
             engine.close()
