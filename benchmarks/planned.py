@@ -41,7 +41,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
     vocabulary = json.loads((arguments.data / "vocabulary.json").read_text())["size"]
     config = load_config(arguments.recipe, settings=arguments.settings)
-    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1)
+    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, gpu.capability)
     plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2

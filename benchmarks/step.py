@@ -33,7 +33,9 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
+from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.embedding import sinusoids
@@ -122,14 +124,14 @@ def our_step(same_dropout: bool = False, fused: bool = True) -> Callable[[Batch]
 @contextmanager
 def torch_dropout() -> Iterator[None]:
     """torch's own dropout inside."""
-    with mock.patch.object(ops, "dropout", lambda x, p, training: F.dropout(x, p, training)):
+    with mock.patch.object(torch_ops, "dropout", lambda x, p: F.dropout(x, p, training=True)):
         yield
 
 
 @contextmanager
 def all_logits() -> Iterator[None]:
     """The loss in torch's own steps inside."""
-    with mock.patch.object(ops, "projected_cross_entropy", ops.projected_cross_entropy_ref):
+    with mock.patch.object(label_smoothed, "projected_cross_entropy", projected_cross_entropy_ref):
         yield
 
 

@@ -31,6 +31,7 @@ from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.kernels import attention, dispatch
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
@@ -48,6 +49,16 @@ def build_model(config: RunConfig, vocabulary: Vocabulary) -> TranslationModel:
     torch.manual_seed(config.training.seed)
     model, layer = MODELS[config.model.model_dump()["name"]], LAYERS[config.layer.model_dump()["name"]]
     return model.build(config.model, vocabulary, partial(layer.build, config.layer))
+
+
+def use_kernels(config: RunConfig) -> None:
+    """Have operations carried out in this process as a run's configuration says.
+
+    Raises:
+        ConfigError: if ``engine.kernels`` names what there is not.
+    """
+    dispatch.use(config.engine.kernels)
+    attention.use(config.engine.attention)
 
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:

@@ -104,9 +104,11 @@ def _parameters(config: RunConfig, vocab_size: int) -> int:
 def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
     """What the run needs on these GPUs: as JSON, and as text."""
     from deepspeed_nmt.commands.planner import Planner, precision_of
+    from deepspeed_nmt.runs import use_kernels
 
+    use_kernels(config)
     precision = precision_of(config, gpu, arguments.num_gpus)
-    planner = Planner(config, arguments.vocab_size, precision, arguments.num_gpus)
+    planner = Planner(config, arguments.vocab_size, precision, arguments.num_gpus, gpu.capability)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):

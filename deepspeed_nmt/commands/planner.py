@@ -10,9 +10,10 @@ import torch
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.base import Precision, uses_deepspeed
+from deepspeed_nmt.engine.base import DTYPES, Precision, uses_deepspeed
 from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, precision_asked_for, zero_stage
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.dispatch import Capability, planned_for
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, RECOMPUTE, Plan, advise, plan_for
@@ -20,7 +21,6 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import Layout, Recompute, Work, count_update, interpolated
 from deepspeed_nmt.runs import build_model, build_objective
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _COUNTED = (2048, 8192)
 """Tokens of the micro-batches that are counted; others follow from these."""
 
@@ -33,12 +33,15 @@ class Planner:
         vocab_size: tokens of the vocabulary.
         precision: to train in.
         ranks: GPUs.
+        capability: of the GPUs; None for CPUs.
 
     Raises:
         ConfigError: if the ranks cannot be divided by ``engine.tensor_parallel``, or the model cannot.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, precision: Precision, ranks: int) -> None:
+    def __init__(
+        self, config: RunConfig, vocab_size: int, precision: Precision, ranks: int, capability: Capability | None
+    ) -> None:
         tensor_ranks = config.engine.tensor_parallel
         if ranks % tensor_ranks:
             raise ConfigError(
@@ -50,11 +53,12 @@ class Planner:
         parallelize(model, World(0, ranks, 0, torch.device("meta"), tensor_ranks))
         self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.frozen = sum(p.numel() for p in model.parameters()) - self.trained
-        model.to(_DTYPES[precision])
+        model.to(DTYPES[precision])
         objective = build_objective(config, vocabulary)
 
         def counted(recompute: Recompute) -> tuple[Work, Work]:
-            small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+            with planned_for(capability):
+                small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
             return small, large
 
         encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
@@ -127,7 +131,8 @@ def recomputation(config: RunConfig, vocab_size: int, precision: Precision, worl
             "engine.recompute_encoder or engine.recompute_decoder is auto, which needs to know how much memory there "
             "is; set engine.memory_gib, or give numbers"
         )
-    plan = Planner(config, vocab_size, precision, world.ranks).as_set(gib)
+    capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
+    plan = Planner(config, vocab_size, precision, world.ranks, capability).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "

@@ -19,10 +19,11 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.base import choose_precision
+from deepspeed_nmt.engine.base import DTYPES, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
+from deepspeed_nmt.kernels.dispatch import describe
 from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import from_main
 from deepspeed_nmt.parallel.launched import once_a_host
@@ -30,7 +31,7 @@ from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
-from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights
+from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights, use_kernels
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
@@ -66,6 +67,10 @@ def train_run(
     Args:
         path: the run directory, begun.
     """
+    with together(world):
+        use_kernels(config)
+        precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
+        logger.info("%s; kernels: %s", precision, describe(world.device, DTYPES[precision]))
     while (progress := _take_up(path, config, data, origin, world, stop)) is None:
         gc.collect()  # the engine and all it held
         if world.device.type == "cuda":

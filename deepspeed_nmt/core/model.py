@@ -16,6 +16,7 @@ from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import DecoderLayer, Draw
 from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.sublayer import Residual
 
 TOP = "top"
 """Name of the exit at the top of encoder and decoder, which every model has."""
@@ -144,15 +145,15 @@ class TranslationModel(DecodableModel):
             for stack in stacks:
                 stack.recompute_every = every
 
-    def cross_attending(self) -> dict[int, tuple[nn.Module, nn.Module, nn.Module]]:
-        """For each decoder layer that has cross-attention, by its number from 1: the modules whose outputs are its
-        self-attention, its cross-attention and its feed-forward network. Shape of their outputs: (B,T,D)
+    def cross_attending(self) -> dict[int, tuple[Residual, Residual, Residual]]:
+        """For each decoder layer that has cross-attention, by its number from 1: the connections around its
+        self-attention, its cross-attention and its feed-forward network. Shape of what these add: (B,T,D)
         """
         layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
         return {
-            number: (layer.self_attention, layer.cross_attention, layer.feed_forward)
+            number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
             for number, layer in enumerate(layers, 1)
-            if layer.cross_attention is not None
+            if layer.cross_residual is not None
         }
 
     def forward(self, batch: Batch) -> Tensor:

@@ -35,6 +35,7 @@ def _recompute(value: object) -> object:
 
 
 Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square, by torch's names."""
 
@@ -64,6 +65,16 @@ class EngineConfig(Config):
     recompute_decoder: Recompute = Field(default=0, description="the same for decoder layers")
     memory_gib: float = Field(
         default=0.0, ge=0.0, description="what auto may take of each GPU; 0: all it has (a CPU has to be told)"
+    )
+    kernels: str = Field(
+        default="auto",
+        description="who carries out fused operations: auto, torch, triton, apex, or operation=backend,... such as "
+        "softmax=torch",
+    )
+    attention: Literal["auto", "sdpa", "fused"] = Field(
+        default="auto",
+        description="sdpa: torch's kernels that hold no weights; fused: products and a fused softmax; auto: sdpa "
+        "where it has such a kernel",
     )
     timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
 

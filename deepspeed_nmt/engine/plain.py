@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.base import (
+    DTYPES,
     MOMENTS,
     Engine,
     EngineScalars,
@@ -27,8 +28,6 @@ from deepspeed_nmt.engine.base import (
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlainEngine(Engine):
@@ -141,7 +140,7 @@ class PlainEngine(Engine):
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_DTYPES[self._precision])
+        return torch.autocast(self.device.type, dtype=DTYPES[self._precision])
 
     def _gradients(self) -> list[Tensor]:
         """Every parameter's gradient: zero, not None, where an update did not touch it, so that moments decay."""

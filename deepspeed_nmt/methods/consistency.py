@@ -10,7 +10,7 @@ pair, with different dropout masks and different cross-attention coins. Per targ
 
 The paper does not state its lambda: 1.0 here, where R-Drop's authors often take 5.0. Gradients flow through both
 arguments of both divergences, as in R-Drop. The divergence is formed together with the cross-entropy, chunk by chunk
-(:func:`deepspeed_nmt.kernels.ops.projected_cross_entropy`); no full distributions are held.
+(:func:`deepspeed_nmt.kernels.cross_entropy.projected_cross_entropy`); no full distributions are held.
 """
 
 from __future__ import annotations

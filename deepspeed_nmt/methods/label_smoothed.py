@@ -20,7 +20,7 @@ from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.registry import Config
 
 
@@ -45,7 +45,7 @@ class LabelSmoothed:
     ) -> LossOutput:
         states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(
-            ops.projected_cross_entropy,
+            projected_cross_entropy,
             targets_N=batch.target_output_BT.flatten(),
             smoothing=self.smoothing,
             ignore_index=self.pad,

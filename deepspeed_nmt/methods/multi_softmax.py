@@ -29,7 +29,7 @@ from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import LossOutput
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.registry import Config
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
@@ -97,7 +97,7 @@ class MultiSoftmax:
         share_E = share_E / share_E.sum().clamp(min=1e-30)
         targets_N = batch.target_output_BT.flatten()
         consume = partial(
-            ops.projected_cross_entropy,
+            projected_cross_entropy,
             targets_N=targets_N.repeat(len(names)),
             smoothing=self.config.smoothing,
             ignore_index=self.pad,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels.attention import attention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
+from deepspeed_nmt.nn.linear import Epilogue, Linear
 
 
 class MultiHeadAttention(nn.Module):
@@ -31,14 +32,14 @@ class MultiHeadAttention(nn.Module):
         assert dim % num_heads == 0
         self.head_dim = dim // num_heads
         self.dropout_p = dropout_p
-        self.q_proj = nn.Linear(dim, dim)
-        self.k_proj = nn.Linear(dim, dim, bias=False)
-        self.v_proj = nn.Linear(dim, dim)
-        self.out_proj = nn.Linear(dim, dim)
+        self.q_proj = Linear(dim, dim)
+        self.k_proj = Linear(dim, dim, bias=False)
+        self.v_proj = Linear(dim, dim)
+        self.out_proj = Linear(dim, dim)
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
         """Project what is attended to. Shape: (B,S,D) -> two of (B,H,S,K)."""
-        return KeysValues(self._heads(self.k_proj(memory_BSD)), self._heads(self.v_proj(memory_BSD)))
+        return KeysValues(self._split(self.k_proj(memory_BSD)), self._split(self.v_proj(memory_BSD)))
 
     def forward(
         self,
@@ -46,19 +47,25 @@ class MultiHeadAttention(nn.Module):
         memory_BSD: Tensor,
         mask: Tensor | None = None,
         causal: bool = False,
+        then: Epilogue | None = None,
     ) -> Tensor:
         """Attend over whole sentences.
 
         Args:
             mask: bool (B,1,1,S), True for keys that are not padding; None when none is.
             causal: position t sees positions 0..t only.
+            then: what follows the output's projection.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D)
         """
-        memory = self.keys_values(memory_BSD)
-        return self._attend(query_BTD, memory, mask, causal)
+        out: Tensor = self.out_proj(self.heads(query_BTD, memory_BSD, mask, causal), then)
+        return out
 
-    def step_self(self, query_R1D: Tensor, cache: LayerCache) -> Tensor:
+    def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """What all heads found, joined. Shape: (B,T,D), (B,S,D) -> (B,T,D)"""
+        return self._attend(query_BTD, self.keys_values(memory_BSD), mask, causal)
+
+    def step_self(self, query_R1D: Tensor, cache: LayerCache, then: Epilogue | None = None) -> Tensor:
         """Attend to all positions so far of each hypothesis, and remember the new ones.
 
         A sentence's hypotheses are attended to together, each looking at the cached positions that it descends from.
@@ -68,9 +75,12 @@ class MultiHeadAttention(nn.Module):
         rows, length, dim = query_R1D.shape
         memory, mask = cache.append(self.keys_values(query_R1D))
         query = query_R1D.reshape(memory.keys.shape[0], -1, dim)
-        return self._attend(query, memory, mask, False).reshape(rows, length, dim)
+        out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
+        return out
 
-    def step_cross(self, query_RTD: Tensor, memory: KeysValues, mask: Tensor | None) -> Tensor:
+    def step_cross(
+        self, query_RTD: Tensor, memory: KeysValues, mask: Tensor | None, then: Epilogue | None = None
+    ) -> Tensor:
         """Attend to the source from every hypothesis of a sentence, whose keys exist once per sentence.
 
         The beam's rows stand in for query positions: nothing is copied per hypothesis.
@@ -80,21 +90,21 @@ class MultiHeadAttention(nn.Module):
         rows, length, dim = query_RTD.shape
         sentences = memory.keys.shape[0]
         query = query_RTD.reshape(sentences, rows // sentences * length, dim)
-        return self._attend(query, memory, mask, False).reshape(rows, length, dim)
+        out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
+        return out
 
-    def _heads(self, x_BTD: Tensor) -> Tensor:
+    def _split(self, x_BTD: Tensor) -> Tensor:
         batch, length, _ = x_BTD.shape
         return x_BTD.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
     def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
         batch, length, _ = query_BTD.shape
-        attended_BHTK = ops.attention(
-            self._heads(self.q_proj(query_BTD)),
+        attended_BHTK = attention(
+            self._split(self.q_proj(query_BTD)),
             memory.keys,
             memory.values,
             mask=mask,
             causal=causal,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
-        out: Tensor = self.out_proj(attended_BHTK.transpose(1, 2).reshape(batch, length, -1))
-        return out
+        return attended_BHTK.transpose(1, 2).reshape(batch, length, -1)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.nn.sublayer import Dropout
+from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.nn.linear import Epilogue, Linear
 
 Activation = Literal["relu", "gelu"]
 
@@ -27,12 +27,17 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int, activation: Activation = "relu", dropout_p: float = 0.0) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(dim, ffn_dim)
-        self.down_proj = nn.Linear(ffn_dim, dim)
-        self.activation = F.relu if activation == "relu" else F.gelu
-        self.dropout = Dropout(dropout_p)
+        self.up_proj = Linear(dim, ffn_dim)
+        self.down_proj = Linear(ffn_dim, dim)
+        self.activation = ops.bias_relu_dropout if activation == "relu" else ops.bias_gelu_dropout
+        self.dropout_p = dropout_p
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape: (..., D) -> (..., D)"""
-        out: Tensor = self.down_proj(self.dropout(self.activation(self.up_proj(x))))
+    def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
+        """Shape: (..., D) -> (..., D), or what ``then`` makes of that."""
+        out: Tensor = self.down_proj(self.inner(x), then)
         return out
+
+    def inner(self, x: Tensor) -> Tensor:
+        """The inner units' outputs. Shape: (..., D) -> (..., F)"""
+        active: Tensor = self.up_proj(x, lambda h, bias: self.activation(h, bias, self.dropout_p, self.training))
+        return active

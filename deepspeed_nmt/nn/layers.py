@@ -91,9 +91,10 @@ class EncoderLayer(nn.Module):
         """Shape: (B,S,D) -> (B,S,D). An encoder has nothing to cache."""
         assert cache is None
         h = self.self_residual.open(x_BSD)
-        x_BSD = self.self_residual.close(x_BSD, self.self_attention(h, h, context.mask))
+        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.closing(x_BSD))
         h = self.feed_forward_residual.open(x_BSD)
-        return self.feed_forward_residual.close(x_BSD, self.feed_forward(h))
+        out: Tensor = self.feed_forward(h, self.feed_forward_residual.closing(x_BSD))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -125,27 +126,28 @@ class DecoderLayer(nn.Module):
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
         h = self.self_residual.open(x_BTD)
-        attended = (
-            self.self_attention(h, h, causal=True) if cache is None else self.self_attention.step_self(h, cache)
-        )
-        x_BTD = self.self_residual.close(x_BTD, attended)
+        then = self.self_residual.closing(x_BTD)
+        if cache is None:
+            x_BTD = self.self_attention(h, h, causal=True, then=then)
+        else:
+            x_BTD = self.self_attention.step_self(h, cache, then)
         x_BTD = self.cross(x_BTD, context, cache)
         h = self.feed_forward_residual.open(x_BTD)
-        return self.feed_forward_residual.close(x_BTD, self.feed_forward(h))
+        out: Tensor = self.feed_forward(h, self.feed_forward_residual.closing(x_BTD))
+        return out
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """The cross-attention sub-layer alone, residual connection included. Shape: (B,T,D) -> (B,T,D)"""
         if self.cross_attention is None or self.cross_residual is None:
             return x_BTD
         assert context.memory_BSD is not None
-        h = self.cross_residual.open(x_BTD)
+        h, then = self.cross_residual.open(x_BTD), self.cross_residual.closing(x_BTD)
         if cache is None:
-            attended = self.cross_attention(h, context.memory_BSD, context.mask)
-        else:
-            if cache.cross is None:
-                cache.cross = self.cross_attention.keys_values(context.memory_BSD)
-            attended = self.cross_attention.step_cross(h, cache.cross, context.mask)
-        return self.cross_residual.close(x_BTD, attended)
+            out: Tensor = self.cross_attention(h, context.memory_BSD, context.mask, then=then)
+            return out
+        if cache.cross is None:
+            cache.cross = self.cross_attention.keys_values(context.memory_BSD)
+        return self.cross_attention.step_cross(h, cache.cross, context.mask, then)
 
 
 @dataclass(frozen=True)

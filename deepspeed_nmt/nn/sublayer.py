@@ -5,14 +5,26 @@ Legend: D model width.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.nn.linear import Epilogue
 
 NormStyle = Literal["pre", "post", "deepnorm"]
+
+
+class Joining(NamedTuple):
+    """What joins a residual branch: its weight ``alpha`` times it, plus dropout of output and bias."""
+
+    output: Tensor
+    bias: Tensor | None
+    p: float
+    training: bool
+    alpha: float
 
 
 class LayerNorm(nn.Module):
@@ -24,8 +36,12 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, joining: Joining | None = None) -> Tensor:
+        """Of ``x``, or of ``x`` as a residual branch joined by a sub-layer's output."""
+        if joining is None:
+            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        output, bias, p, training, alpha = joining
+        return ops.bias_dropout_add_layer_norm(output, bias, x, self.weight, self.bias, p, training, alpha, self.eps)
 
 
 class Dropout(nn.Module):
@@ -46,33 +62,42 @@ class Residual(nn.Module):
     - post:     norm(x + dropout(f(x)))
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
-    Used in two halves, so that a sub-layer can take what arguments it needs: ``x = res.close(x, f(res.open(x)))``.
+    Used in two halves, so that a sub-layer can take what arguments it needs: ``x = f(res.open(x), res.closing(x))``,
+    where f hands its output to the second half inside its last matrix product, whose bias joins on the way.
 
     Args:
         dim: model width D.
         style: one of the three above.
         dropout_p: probability of dropping an element of the sub-layer's output.
         alpha: weight of the residual branch, for deepnorm.
+
+    Attributes:
+        watch: is shown every output of the sub-layer, before dropout; None: nobody looks.
     """
 
     def __init__(self, dim: int, style: NormStyle, dropout_p: float, alpha: float = 1.0) -> None:
         super().__init__()
         assert style == "deepnorm" or alpha == 1.0
         self.norm = LayerNorm(dim)
-        self.dropout = Dropout(dropout_p)
+        self.dropout_p = dropout_p
         self.style = style
         self.alpha = alpha
+        self.watch: Callable[[Tensor], None] | None = None
 
     def open(self, x: Tensor) -> Tensor:
         """What the sub-layer reads. Shape: (..., D) -> (..., D)."""
         normed: Tensor = self.norm(x) if self.style == "pre" else x
         return normed
 
-    def close(self, x: Tensor, output: Tensor) -> Tensor:
-        """Join the sub-layer's output with its input. Shape: (..., D), (..., D) -> (..., D)."""
-        output = self.dropout(output)
+    def closing(self, x: Tensor) -> Epilogue:
+        """What joins a sub-layer's output with its input ``x``. Shape: (..., D) -> a function of (..., D)"""
+        return lambda output, bias: self.close(x, output, bias)
+
+    def close(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Join the sub-layer's output, plus a bias of it, with its input. Shape: (..., D), (..., D) -> (..., D)."""
+        if self.watch is not None:
+            self.watch(output if bias is None else output + bias)
         if self.style == "pre":
-            return x + output
-        residual = x if self.alpha == 1.0 else self.alpha * x
-        normed: Tensor = self.norm(residual + output)
+            return ops.bias_dropout_add(output, bias, x, self.dropout_p, self.training)
+        normed: Tensor = self.norm(x, Joining(output, bias, self.dropout_p, self.training, self.alpha))
         return normed

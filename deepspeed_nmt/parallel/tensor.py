@@ -33,6 +33,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.embedding import Projection, S, T, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
+from deepspeed_nmt.nn.linear import Epilogue, Linear
 from deepspeed_nmt.parallel.world import World
 
 SLICE = "tensor_slice"
@@ -203,34 +204,34 @@ PLANS: dict[type[nn.Module], Callable[[nn.Module, World], None]] = {
 }
 
 
-class _RowParallelLinear(nn.Linear):
+class _RowParallelLinear(Linear):
     world: World
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
         partial_sum = F.linear(x, self.weight)
         whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
+        if then is not None:
+            return then(whole, self.bias)
         return whole if self.bias is None else whole + self.bias
 
 
 class _ParallelAttention(MultiHeadAttention):
     world: World
 
-    def forward(
-        self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
+    def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         itself = query_BTD is memory_BSD
         query_BTD = _copy(query_BTD, self.world)
         memory_BSD = query_BTD if itself else _copy(memory_BSD, self.world)
         with _own_masks(self.training and self.dropout_p > 0.0, self.world):
-            return super().forward(query_BTD, memory_BSD, mask, causal)
+            return super().heads(query_BTD, memory_BSD, mask, causal)
 
 
 class _ParallelFeedForward(FeedForward):
     world: World
 
-    def forward(self, x: Tensor) -> Tensor:
-        with _own_masks(self.training and self.dropout.p > 0.0, self.world):
-            return super().forward(_copy(x, self.world))
+    def inner(self, x: Tensor) -> Tensor:
+        with _own_masks(self.training and self.dropout_p > 0.0, self.world):
+            return super().inner(_copy(x, self.world))
 
 
 class _ParallelEmbedding(TokenEmbedding):
@@ -255,7 +256,7 @@ class _ParallelProjection(Projection):
 
 
 class _Vocabulary:
-    """The rows of the output matrix that this rank holds; see :class:`deepspeed_nmt.kernels.ops.VocabularySlice`."""
+    """The rows of the output matrix that this rank holds; see :class:`deepspeed_nmt.kernels.rows.VocabularySlice`."""
 
     def __init__(self, part: Slice, group: Any) -> None:
         self.start, self.size = part.start, part.size

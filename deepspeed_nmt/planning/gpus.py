@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
@@ -22,12 +22,14 @@ class Gpu:
         gib: memory.
         tflops: 10^12 dense 16-bit operations a second, by its data sheet; 0 if unknown.
         precision: the 16-bit format to train in.
+        capability: CUDA's compute capability.
     """
 
     name: str
     gib: float
     tflops: float
     precision: str = "bf16"
+    capability: tuple[int, int] = (8, 0)
 
     @property
     def usable_gib(self) -> float:
@@ -38,13 +40,13 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("v100-16g", 16.0, 125.0, "fp16"),
-        Gpu("v100-32g", 32.0, 125.0, "fp16"),
+        Gpu("v100-16g", 16.0, 125.0, "fp16", (7, 0)),
+        Gpu("v100-32g", 32.0, 125.0, "fp16", (7, 0)),
         Gpu("a100-40g", 40.0, 312.0),
         Gpu("a100-80g", 80.0, 312.0),
-        Gpu("l40s-48g", 48.0, 362.0),
-        Gpu("h100-80g", 80.0, 989.0),
-        Gpu("h200-141g", 141.0, 989.0),
+        Gpu("l40s-48g", 48.0, 362.0, capability=(8, 9)),
+        Gpu("h100-80g", 80.0, 989.0, capability=(9, 0)),
+        Gpu("h200-141g", 141.0, 989.0, capability=(9, 0)),
     )
 }
 
@@ -71,7 +73,7 @@ def gpu_named(name: str) -> Gpu:
             f"{did_you_mean(name, GPUS)}"
         )
     kind = kind_of(label)
-    return Gpu(name, gib, 0.0 if kind is None else kind.tflops, "bf16" if kind is None else kind.precision)
+    return Gpu(name, gib, 0.0) if kind is None else replace(kind, name=name, gib=gib)
 
 
 def kind_of(device_name: str) -> Gpu | None:

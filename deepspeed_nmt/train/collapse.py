@@ -18,16 +18,17 @@ Legend: B sentences, T target length.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
@@ -200,23 +201,21 @@ class _SublayerNorms:
         real_BT = batch.target_output_BT.ne(batch.pad)
         pending: dict[str, Tensor] = {}
 
-        def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-            def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        def watch(name: str) -> Callable[[Tensor], None]:
+            def see(output: Tensor) -> None:
                 norms_BT = output.float().norm(dim=2)
                 added = (norms_BT * real_BT.to(norms_BT.device)).sum()
                 pending[name] = pending[name] + added if name in pending else added
 
-            return hook
+            return see
 
-        handles = [
-            module.register_forward_hook(watch(f"{part}/{number}"))
-            for number, modules in self._watched.items()
-            for part, module in zip(_PARTS, modules, strict=True)
-        ]
+        for number, residuals in self._watched.items():
+            for part, residual in zip(_PARTS, residuals, strict=True):
+                residual.watch = watch(f"{part}/{number}")
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for residual in itertools.chain.from_iterable(self._watched.values()):
+                residual.watch = None
         for name, value in pending.items():
             self.sums[name] += float(value)

@@ -18,12 +18,11 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import EngineConfig, build_engine
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels import cross_entropy, torch_ops
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.sublayer import Dropout
 from deepspeed_nmt.parallel.tensor import SLICE, parallelize
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
@@ -45,7 +44,7 @@ def equal(x: Tensor) -> bool:
 def training(directory: Path, world: World) -> dict[str, Any]:
     torch.manual_seed(3)
     config = TransformerConfig(
-        dim=32, ffn_dim=64, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.2, attention_dropout=0.2,
+        dim=32, ffn_dim=96, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.2, attention_dropout=0.2,
         activation_dropout=0.2,
     )  # fmt: skip
     model = build_transformer(config, V)
@@ -57,23 +56,25 @@ def training(directory: Path, world: World) -> dict[str, Any]:
     dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
     engine = build_engine(EngineConfig(name="plain", device="cpu"), module, optimizer, 0.5, world, dummy)
-    # Outputs of dropouts: inside a sliced sub-layer, and between sub-layers.
-    inner = {m.dropout for m in model.modules() if isinstance(m, FeedForward)}
+    # What dropout dropped: inside a sliced sub-layer, of its half of the inner units, and between sub-layers.
     drawn: dict[str, list[bool]] = {"inside": [], "between": []}
+    mask_of = torch_ops._mask
 
-    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        drawn["inside" if module in inner else "between"].append(equal(output))
+    def watched(x: Tensor, p: float) -> Tensor:
+        mask = mask_of(x, p)
+        if x.dim() == 3:
+            drawn["between" if x.shape[-1] == config.dim else "inside"].append(equal(mask))
+        return mask
 
-    hooks = [m.register_forward_hook(watch) for m in model.modules() if isinstance(m, Dropout)]
     loader = TrainLoader(
         corpus, BatchConfig(update_tokens=300, micro_tokens=200), 5, world.data_rank, world.data_ranks, V
     )
+    torch_ops._mask = watched
     results = []
     for update in loader.updates(Cursor(), 1):
         result = engine.update(update.micro_batches, update.target_tokens, 1e-3)
         results.append(float(result.sums["loss"]))
-        for hook in hooks:
-            hook.remove()
+        torch_ops._mask = mask_of
         if update.number == 6:
             break
     parameters = dict(model.named_parameters())
@@ -87,7 +88,7 @@ def training(directory: Path, world: World) -> dict[str, Any]:
     }
 
 
-def cross_entropy(world: World) -> dict[str, Any]:
+def sliced_cross_entropy(world: World) -> dict[str, Any]:
     """Loss and gradients of the sliced projection against the reference that sees everything, in float64."""
     found = {}
     for states_count in (1, 2):
@@ -104,12 +105,12 @@ def cross_entropy(world: World) -> dict[str, Any]:
             "row_weights_N": rows,
         }
         reference_weight = weight.clone().requires_grad_()
-        expected = ops.projected_cross_entropy_ref(states, reference_weight, **arguments)
+        expected = projected_cross_entropy_ref(states, reference_weight, **arguments)
         expected_gradients = torch.autograd.grad(expected[0], [reference_weight, *states])
         projection = Projection(nn.Parameter(weight.clone()))
         parallelize(projection, world)
-        ops._CHUNK_ELEMENTS = 7 * 31
-        ours = projection(states, partial(ops.projected_cross_entropy, **arguments))
+        cross_entropy._CHUNK_BYTES["cpu"] = 7 * 31 * 8
+        ours = projection(states, partial(projected_cross_entropy, **arguments))
         d_weight, *d_states = torch.autograd.grad(ours[0], [projection.weight, *states])
         part = getattr(projection.weight, SLICE)
         differences = [float((a - b).abs().max()) for a, b in zip(ours, expected, strict=True)]
@@ -121,7 +122,7 @@ def cross_entropy(world: World) -> dict[str, Any]:
 
 def main() -> None:
     world = join_world("cpu", timeout_s=60, tensor_ranks=2)
-    report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": cross_entropy(world)}
+    report = {"training": training(Path(sys.argv[1]), world), "cross_entropy": sliced_cross_entropy(world)}
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(report))
     leave_world()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels import cross_entropy, ops
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -13,15 +14,15 @@ from deepspeed_nmt.kernels import ops
 def test_projected_cross_entropy_equals_reference(
     monkeypatch: pytest.MonkeyPatch, rows: int, smoothing: float
 ) -> None:
-    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 64 * 101)  # several chunks, the last one ragged
+    monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 64 * 101 * 8)  # several chunks, the last one ragged
     torch.manual_seed(rows)
     states = torch.randn(rows, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(101, 16, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 101, (rows,))
     targets[::3] = 0
-    loss, nll, _ = ops.projected_cross_entropy([states], weight, targets, smoothing, 0)
+    loss, nll, _ = projected_cross_entropy([states], weight, targets, smoothing, 0)
     gradients = torch.autograd.grad(loss * 0.37, (states, weight))
-    expected_loss, expected_nll, _ = ops.projected_cross_entropy_ref([states], weight, targets, smoothing, 0)
+    expected_loss, expected_nll, _ = projected_cross_entropy_ref([states], weight, targets, smoothing, 0)
     expected = torch.autograd.grad(expected_loss * 0.37, (states, weight))
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(nll, expected_nll, rtol=1e-12, atol=1e-12)
@@ -32,13 +33,13 @@ def test_projected_cross_entropy_equals_reference(
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Against a direct transcription of NLL averaged over both + w/2 [KL(P1||P2) + KL(P2||P1)], in float64."""
-    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 64 * 101)
+    monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 64 * 101 * 8)
     torch.manual_seed(rows)
     p, q = (torch.randn(rows, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(101, 16, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(1, 101, (rows,))
     targets[1::3] = 0
-    ours = ops.projected_cross_entropy([p, q], weight, targets, 0.1, 0, 0.7)
+    ours = projected_cross_entropy([p, q], weight, targets, 0.1, 0, 0.7)
     p1, p2 = torch.softmax(p @ weight.t(), 1), torch.softmax(q @ weight.t(), 1)
     counted = targets != 0
     picked = [x[torch.arange(rows), targets].log() for x in (p1, p2)]
@@ -53,18 +54,18 @@ def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.Mo
         torch.autograd.grad(ours[0] * 0.37, inputs), torch.autograd.grad(theirs[0] * 0.37, inputs), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-    reference = ops.projected_cross_entropy_ref([p, q], weight, targets, 0.1, 0, 0.7)
+    reference = projected_cross_entropy_ref([p, q], weight, targets, 0.1, 0, 0.7)
     torch.testing.assert_close(reference, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("predictions", [1, 2])
 def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int) -> None:
-    monkeypatch.setattr(ops, "_CHUNK_ELEMENTS", 8 * 21)
+    monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 8 * 21 * 8)
     torch.manual_seed(2)
     states = [torch.randn(30, 6, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
     weight = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
     arguments = (states, weight, torch.randint(0, 21, (30,)), 0.1, 0, 0.3, torch.rand(30, dtype=torch.float64))
-    ours, theirs = ops.projected_cross_entropy(*arguments), ops.projected_cross_entropy_ref(*arguments)
+    ours, theirs = projected_cross_entropy(*arguments), projected_cross_entropy_ref(*arguments)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     for one, other in zip(
         torch.autograd.grad(ours[0], [weight, *states]),
@@ -89,14 +90,14 @@ def test_projected_cross_entropy_gradcheck() -> None:
     weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([1, 0, 6, 3, 2])
     assert torch.autograd.gradcheck(
-        lambda s, w: ops.projected_cross_entropy([s], w, targets, 0.1, 0)[0], (states, weight)
+        lambda s, w: projected_cross_entropy([s], w, targets, 0.1, 0)[0], (states, weight)
     )
 
 
 def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -> None:
     states = torch.randn(3, 4, requires_grad=True)
     weight = torch.randn(7, 4, requires_grad=True)
-    loss, nll, _ = ops.projected_cross_entropy([states], weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
+    loss, nll, _ = projected_cross_entropy([states], weight, torch.zeros(3, dtype=torch.long), 0.1, 0)
     loss.backward()
     assert loss.item() == 0.0 and not nll.any()
     assert states.grad is not None and not states.grad.any()
@@ -105,9 +106,9 @@ def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -
 
 def test_without_gradients_nothing_is_kept_and_the_value_is_the_same() -> None:
     states, weight, targets = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.arange(9) % 7
-    loss, _, _ = ops.projected_cross_entropy([states], weight, targets, 0.1, 0)
+    loss, _, _ = projected_cross_entropy([states], weight, targets, 0.1, 0)
     with torch.no_grad():
-        quiet, _, _ = ops.projected_cross_entropy([states], weight, targets, 0.1, 0)
+        quiet, _, _ = projected_cross_entropy([states], weight, targets, 0.1, 0)
     assert quiet.item() == loss.item() and loss.requires_grad and not quiet.requires_grad
 
 

@@ -1,0 +1,74 @@
+"""The operations that NVIDIA apex has compiled kernels for; taken only where its compiled parts are there.
+
+Its fused cross-entropy is left out: it knows neither a slice of the vocabulary nor a second prediction.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.kernels import torch_ops
+
+_LONGEST = 2048
+"""Keys that every version's softmax takes."""
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    fused = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
+    normed: Tensor = fused(x, weight, bias, tuple(weight.shape), eps)
+    return normed
+
+
+def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    batch, heads, queries, keys = scores_BHTS.shape
+    square = queries == keys
+    if scores_BHTS.dtype == torch.float32 or keys > _LONGEST or (causal and not square):
+        return torch_ops.softmax(scores_BHTS, mask, causal, scale)
+    if causal:
+        flat = scores_BHTS.reshape(batch * heads, queries, keys)
+        return _Causal.apply(flat, scale).view_as(scores_BHTS)  # type: ignore[no-any-return,no-untyped-call]
+    if mask is None:
+        mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=scores_BHTS.device)
+    hidden = ~mask.expand(batch, 1, queries, keys) if mask.shape[1] == 1 else None
+    if hidden is None:  # its mask is the same for all heads
+        return torch_ops.softmax(scores_BHTS, mask, causal, scale)
+    weights: Tensor = _Masked.apply(scores_BHTS.contiguous(), hidden.contiguous(), scale)  # type: ignore[no-untyped-call]
+    # What a query that sees nothing gets differs between versions.
+    return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_BHTS: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        extension = importlib.import_module("scaled_masked_softmax_cuda")
+        weights: Tensor = extension.forward(scores_BHTS, hidden.to(torch.uint8), scale)
+        ctx.save_for_backward(weights)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        extension = importlib.import_module("scaled_masked_softmax_cuda")
+        (weights,) = ctx.saved_tensors
+        # It writes over the gradient that it is given.
+        return extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale), None, None
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_NTT: Tensor, scale: float) -> Tensor:
+        extension = importlib.import_module("scaled_upper_triang_masked_softmax_cuda")
+        weights: Tensor = extension.forward(scores_NTT.contiguous(), scale)
+        ctx.save_for_backward(weights)
+        ctx.scale = scale
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        extension = importlib.import_module("scaled_upper_triang_masked_softmax_cuda")
+        (weights,) = ctx.saved_tensors
+        return extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale), None

@@ -1,0 +1,184 @@
+"""Projection to the vocabulary, softmax and loss in one operation that never holds all logits.
+
+Legend: N rows (sentence positions), D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_nmt.kernels.dispatch import implementation, kind_of
+from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows, VocabularySlice
+
+_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+"""Logits held at once: what a CPU's last-level cache holds; on a GPU enough rows for products that keep it busy."""
+
+
+def chunk_rows(logits: int, x: Tensor) -> int:
+    """How many rows of so many logits (of all predictions together) are taken at once where ``x`` is."""
+    size = _CHUNK_BYTES.get(kind_of(x), _CHUNK_BYTES["cuda"])
+    return max(1, size // (logits * torch.promote_types(x.dtype, torch.float32).itemsize))
+
+
+def projected_cross_entropy(
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float = 0.0,
+    row_weights_N: Tensor | None = None,
+    vocabulary: VocabularySlice | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows; all logits are never held.
+
+    With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is each
+    row's plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means,
+    and ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one, it is 0.
+    ``row_weights_N`` are factors on each row's part of the loss and of the divergence.
+
+    With ``vocabulary``, ``weight_VD`` has only the rows of that slice. Ranks exchange a few numbers for each row, and
+    the gradient of the states; no rank ever holds a row of all logits. Results are those of the whole, on every rank.
+
+    Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
+    scales. Only the first result carries a gradient.
+
+    Shape: one or two (N,D), (V,D), (N,) -> scalar, (N,), scalar, fp32 or wider; rows whose target is ``ignore_index``
+    count zero.
+    """
+    assert len(states) in (1, 2)
+    arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
+    if not torch.is_grad_enabled():
+        return _in_chunks(states, weight_VD, *arguments, with_gradient=False, of_weight=False)[0]
+    result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        weight_VD, *arguments, *states
+    )
+    return result
+
+
+def projected_cross_entropy_ref(
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float = 0.0,
+    row_weights_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
+    logits = [F.linear(x, weight_VD) for x in states]
+    logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    loss_N, nll_N = (
+        torch.stack([F.cross_entropy(x, targets_N, label_smoothing=e, **options) for x in logits]).mean(0)  # type: ignore[arg-type]
+        for e in (smoothing, 0.0)
+    )
+    divergence_N = torch.zeros_like(nll_N)
+    if len(logits) == 2:
+        p, q = (torch.log_softmax(x, dim=1) for x in logits)
+        there, back = (F.kl_div(b, a, log_target=True, reduction="none").sum(1) for a, b in ((p, q), (q, p)))
+        divergence_N = torch.where(targets_N == ignore_index, 0.0, (there + back) / 2)
+    if row_weights_N is not None:
+        loss_N, divergence_N = loss_N * row_weights_N, divergence_N * row_weights_N
+    return loss_N.sum() + divergence_weight * divergence_N.sum(), nll_N, divergence_N.sum()
+
+
+_Sums = tuple[Tensor, Tensor, Tensor]
+
+
+def _in_chunks(
+    states: Sequence[Tensor],
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    divergence_weight: float,
+    row_weights_N: Tensor | None,
+    vocabulary: VocabularySlice | None,
+    with_gradient: bool,
+    of_weight: bool,
+) -> tuple[_Sums, list[Tensor], Tensor | None]:
+    """The three results and, if asked, d loss / d states (N,D) each; and d loss / d weight (V,D; fp32 or wider)."""
+    states, weight_VD = _narrowed(states, weight_VD)
+    rows, held = states[0].shape[0], weight_VD.shape[0]
+    start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
+    accumulate = torch.promote_types(states[0].dtype, torch.float32)
+    loss, divergence = (torch.zeros((), dtype=accumulate, device=weight_VD.device) for _ in range(2))
+    nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
+    d_states = [torch.empty_like(x) for x in states] if with_gradient else []
+    d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
+    step = chunk_rows(held * len(states), states[0])
+    for start in range(0, rows, step):
+        chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
+        counted = targets != ignore_index
+        # What each row's loss is multiplied with: nothing but its weight, unless it does not count.
+        weights = counted.to(accumulate)
+        if row_weights_N is not None:
+            weights = weights * row_weights_N[start : start + step]
+        local = targets - start_token
+        here = counted & (local >= 0) & (local < held)
+        index = torch.where(here, local, 0)
+        asked = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
+        logits = [F.linear(x, weight_VD) for x in chunks]
+        result: ChunkResult = implementation("cross_entropy", logits[0])(logits, asked, with_gradient)
+        nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
+        loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
+        if result.divergence_N is not None:
+            divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
+        for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty if not asked for
+            torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
+            if d_weight is None:
+                continue
+            if d_weight.dtype == x.dtype:
+                d_weight.addmm_(d_logits.t(), x)
+            else:
+                d_weight += d_logits.t() @ x
+    if vocabulary is not None:
+        for gradient in d_states:
+            vocabulary.sum(gradient)
+    return (loss + divergence_weight * divergence, nll_N, divergence), d_states, d_weight
+
+
+def _narrowed(states: Sequence[Tensor], weight_VD: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """In the dtype that autocast has matrix products in: once, not for every chunk."""
+    kind = weight_VD.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return states, weight_VD
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype) for x in states], weight_VD.to(dtype)
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        smoothing: float,
+        ignore_index: int,
+        divergence_weight: float,
+        row_weights_N: Tensor | None,
+        vocabulary: VocabularySlice | None,
+        *states: Tensor,
+    ) -> _Sums:
+        arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
+        sums, d_states, d_weight = _in_chunks(
+            states, weight_VD, *arguments, with_gradient=True, of_weight=weight_VD.requires_grad
+        )
+        ctx.save_for_backward(d_weight, *d_states)
+        ctx.dtypes = weight_VD.dtype, states[0].dtype
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_weight, *d_states = ctx.saved_tensors
+        scale, (weight_dtype, dtype) = gradients[0], ctx.dtypes
+        # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
+        d_weight = None if d_weight is None else (d_weight * scale).to(weight_dtype)
+        return d_weight, None, None, None, None, None, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)

@@ -1,0 +1,192 @@
+"""The operations in plain torch: what all other backends are compared with, and what runs on a CPU.
+
+See :mod:`deepspeed_nmt.kernels.ops` for what they compute and for the shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
+    x = x if bias is None else x + bias
+    if p > 0.0 and alpha == 1.0 and not _has_fast_dropout(x) and x.dtype == residual.dtype:
+        return torch.addcmul(residual, x, _mask(x, p))
+    x = dropout(x, p)
+    return residual + x if alpha == 1.0 else torch.add(x, residual, alpha=alpha)
+
+
+def bias_dropout_add_layer_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    p: float,
+    alpha: float,
+    eps: float,
+) -> Tensor:
+    return layer_norm(bias_dropout_add(x, bias, residual, p, alpha), weight, norm_bias, eps)
+
+
+def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    x = x if bias is None else x + bias
+    if p > 0.0 and not _has_fast_dropout(x):
+        return _ReluDropout.apply(x, p)  # type: ignore[no-any-return,no-untyped-call]
+    return dropout(F.relu(x), p)
+
+
+def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    return dropout(F.gelu(x if bias is None else x + bias), p)
+
+
+def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    if causal:
+        queries, keys = scores_BHTS.shape[-2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_BHTS.device).tril(keys - queries)
+    if mask is None:
+        return torch.softmax(scores_BHTS * scale, dim=-1)
+    # The lowest number instead of -inf: a query that sees nothing has weights, which are then taken away.
+    lowest = torch.finfo(scores_BHTS.dtype).min
+    hidden = torch.zeros(mask.shape, dtype=scores_BHTS.dtype, device=mask.device).masked_fill_(~mask, lowest)
+    weights_BHTS = torch.softmax(torch.add(hidden, scores_BHTS, alpha=scale), dim=-1)
+    sees = mask.any(dim=-1, keepdim=True)
+    if sees.device.type == "cpu" and bool(sees.all()):
+        return weights_BHTS
+    return weights_BHTS * sees.to(weights_BHTS.dtype)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout in training."""
+    if p == 0.0:
+        return x
+    if _has_fast_dropout(x):
+        return F.dropout(x, p, training=True)
+    dropped: Tensor = x * _mask(x, p)
+    return dropped
+
+
+def _has_fast_dropout(x: Tensor) -> bool:
+    """Whether torch's dropout is good where ``x`` is. On the meta device ours keeps as much, and draws nothing."""
+    return x.device.type not in ("cpu", "meta")
+
+
+def _mask(x: Tensor, p: float) -> Tensor:
+    """Zeros, and 1 / (1 - p) where an element of ``x`` is kept.
+
+    On a CPU, drawing a random number per element is a seventh of a training step. Here one hashed counter
+    (SplitMix64, Steele et al. 2014) decides four elements, at a resolution of 2^-16 in ``p``; the scale uses the
+    probability that is really applied. The mask is of the dtype of ``x``: products with other types are far slower.
+    """
+    dropped = round(p * 65536)
+    bits = torch.arange((x.numel() + 3) // 4, device=x.device)
+    bits.mul_(-7046029254386353131).add_(int(torch.randint(-(2**63), 2**63 - 1, ())))
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        bits ^= (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            bits *= factor
+    mask = torch.empty_like(x, requires_grad=False)
+    torch.ge(bits.view(torch.int16)[: x.numel()].view(x.shape), dropped - 32768, out=mask)
+    return mask.mul_(65536.0 / (65536 - dropped))
+
+
+class _ReluDropout(torch.autograd.Function):
+    """ReLU and dropout, of which only the result is kept: where that is 0, no gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        mask = _mask(x, p)
+        ctx.scale = 65536.0 / (65536 - round(p * 65536))
+        y = torch.relu(x).mul_(mask)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(gradients[0], y, 0).mul_(ctx.scale), None
+
+
+def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
+    accumulate = torch.promote_types(logits[0].dtype, torch.float32)
+    share = 1.0 / len(logits)
+    log_ps, losses, nlls = [], [], []
+    for z in logits:
+        log_p, nll_N, total_N = _log_softmax(z.to(accumulate), rows)
+        log_ps.append(log_p)
+        nlls.append(nll_N)
+        loss_N = (1.0 - rows.smoothing) * nll_N
+        losses.append(loss_N - rows.smoothing / rows.size * total_N if rows.smoothing > 0.0 else loss_N)
+    loss_N, nll_N = (torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in (losses, nlls))
+    divergence_N: Tensor | None = None
+    pulls: list[Tensor] = []
+    if len(logits) == 2:
+        divergence_N, pulls = _divergence(log_ps[0], log_ps[1], rows, with_gradient)
+    gradients = []
+    for number, (z, log_p) in enumerate(zip(logits, log_ps, strict=True)):
+        if not with_gradient:
+            continue
+        # d loss / d logits = p - (1 - e) onehot - e/V, and zero for rows that do not count.
+        gradient = log_p.exp_()
+        if rows.smoothing > 0.0:
+            gradient -= rows.smoothing / rows.size
+        on_target = rows.here_N.to(accumulate).mul_(-(1.0 - rows.smoothing))
+        gradient.scatter_add_(1, rows.index_N.unsqueeze(1), on_target.unsqueeze(1))
+        if share != 1.0:
+            gradient *= share
+        if pulls:
+            gradient.add_(pulls[number], alpha=rows.divergence_weight)
+        gradient *= rows.weights_N.unsqueeze(1)
+        gradients.append(gradient.to(z.dtype))
+    return ChunkResult(loss_N, nll_N, divergence_N, gradients)
+
+
+def _log_softmax(logits_NV: Tensor, rows: ChunkRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the tokens held, -log p of the targets, and the sum of all log-probabilities of a row.
+
+    Shape: (N,V) -> (N,V), (N,), (N,)
+    """
+    index_N1 = rows.index_N.unsqueeze(1)
+    if rows.vocabulary is None:
+        log_p_NV = torch.log_softmax(logits_NV, dim=1)
+        return log_p_NV, -log_p_NV.gather(1, index_N1).squeeze(1), log_p_NV.sum(dim=1)
+    greatest_N = logits_NV.max(dim=1).values
+    rows.vocabulary.max(greatest_N)
+    logits_NV -= greatest_N.unsqueeze(1)
+    target_N = torch.where(rows.here_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
+    sums_3N = torch.stack([logits_NV.exp().sum(dim=1), target_N, logits_NV.sum(dim=1)])
+    rows.vocabulary.sum(sums_3N)
+    log_total_N = sums_3N[0].log()
+    return logits_NV - log_total_N.unsqueeze(1), log_total_N - sums_3N[1], sums_3N[2] - rows.size * log_total_N
+
+
+def _divergence(
+    log_p_NV: Tensor, log_q_NV: Tensor, rows: ChunkRows, with_gradient: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if asked, dJ / d logits of p and of q.
+
+    With r = log p - log q: dKL(p||q)/dz_p = p (r - KL(p||q)), and dKL(q||p)/dz_p = p - q. Shape: -> (N,), two (N,V)
+    """
+    p, q = log_p_NV.exp(), log_q_NV.exp()
+    ratio = log_p_NV - log_q_NV
+    both_2N1 = torch.stack([(p * ratio).sum(dim=1, keepdim=True), -(q * ratio).sum(dim=1, keepdim=True)])
+    if rows.vocabulary is not None:
+        rows.vocabulary.sum(both_2N1)
+    forward_N1, backward_N1 = both_2N1
+    divergence_N = 0.5 * (forward_N1 + backward_N1).squeeze(1)
+    if not with_gradient:
+        return divergence_N, []
+    apart = p - q
+    pull_p = (p.mul_(ratio - forward_N1) + apart).mul_(0.5)
+    pull_q = (q.mul_(-ratio - backward_N1) - apart).mul_(0.5)
+    return divergence_N, [pull_p, pull_q]

@@ -1,0 +1,296 @@
+"""The operations as Triton kernels: what is kept for the backward pass, and the shapes kernels are launched with.
+
+See :mod:`deepspeed_nmt.kernels.ops` for what they compute. On the meta device nothing is launched, but as much memory
+is taken, so that a plan counts what a GPU will hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deepspeed_nmt.kernels import triton_kernels as kernels
+from deepspeed_nmt.kernels.dispatch import interpreting
+from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
+
+IDENTITY, RELU, GELU = (each.value for each in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
+_WIDEST = 16384
+"""Elements of a row that fit a program's registers."""
+_PROGRAMS = 4 if interpreting() else 512
+"""Programs among which the rows are divided where each leaves a partial sum; the interpreter pays for each."""
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    normed: Tensor = _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
+    joined: Tensor = _Pointwise.apply(x, bias, residual, p, alpha, IDENTITY)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def bias_dropout_add_layer_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    p: float,
+    alpha: float,
+    eps: float,
+) -> Tensor:
+    arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps)
+    normed: Tensor = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, RELU)  # type: ignore[no-untyped-call]
+    return active
+
+
+def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, GELU)  # type: ignore[no-untyped-call]
+    return active
+
+
+def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    weights: Tensor = _Softmax.apply(scores_BHTS, mask, causal, scale)  # type: ignore[no-untyped-call]
+    return weights
+
+
+def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
+    count, held = logits[0].shape
+    block = min(4096, _power_of_two(held))
+    places = torch.where(rows.here_N, rows.index_N, -1).to(torch.int32)
+    log_totals, nlls, losses = [], [], []
+    for z in logits:
+        sums_4N = torch.empty(4, count, dtype=torch.float32, device=z.device)
+        _launch(kernels.row_sums, (count,), z, places, sums_4N, count, held, BLOCK=block, num_warps=_warps(block))
+        greatest_N, power_N = sums_4N[0], sums_4N[1]
+        if rows.vocabulary is not None:
+            top_N = greatest_N.clone()
+            rows.vocabulary.max(top_N)
+            power_N *= (greatest_N - top_N).exp()
+            rows.vocabulary.sum(sums_4N[1:])
+            greatest_N = top_N
+        log_total_N = power_N.log() + greatest_N
+        nll_N = log_total_N - sums_4N[2]
+        loss_N = (1.0 - rows.smoothing) * nll_N
+        if rows.smoothing > 0.0:
+            loss_N = loss_N - rows.smoothing / rows.size * (sums_4N[3] - rows.size * log_total_N)
+        log_totals.append(log_total_N)
+        nlls.append(nll_N)
+        losses.append(loss_N)
+    loss_N, nll_N = (torch.stack(each).mean(0) if len(each) > 1 else each[0] for each in (losses, nlls))
+    divergence_N = divergences_2N = None
+    if len(logits) == 2:
+        divergences_2N = torch.empty(2, count, dtype=torch.float32, device=logits[0].device)
+        pair = (*logits, *log_totals, divergences_2N)
+        _launch(kernels.row_divergences, (count,), *pair, count, held, BLOCK=block, num_warps=_warps(block))
+        if rows.vocabulary is not None:
+            rows.vocabulary.sum(divergences_2N)
+        divergence_N = divergences_2N.mean(0)
+    if not with_gradient:
+        return ChunkResult(loss_N, nll_N, divergence_N, [])
+    # In place: the logits have done their duty.
+    first, last = logits[0], logits[-1]
+    tensors = (first, last, log_totals[0], log_totals[-1], divergences_2N, places, rows.weights_N)
+    numbers = (count, held, 1.0 - rows.smoothing, rows.smoothing / rows.size, rows.divergence_weight)
+    pairs = len(logits) == 2
+    _launch(kernels.row_gradients, (count,), *tensors, *numbers, PAIR=pairs, BLOCK=block, num_warps=_warps(block))
+    return ChunkResult(loss_N, nll_N, divergence_N, logits)
+
+
+class _Pointwise(torch.autograd.Function):
+    """alpha residual + dropout(f(x + bias)). A ReLU keeps its output alone, which the next product keeps anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, alpha: float, activation: int
+    ) -> Tensor:
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        width, rows = _sizes(x)
+        y = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+        seed = _seed(p)
+        block = min(512, _power_of_two(width))
+        flags: dict[str, int] = {
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "DROPOUT": p > 0.0,
+        }
+        # Four elements for each thread: with eight, four rows at once do not fit its registers.
+        flags |= {"DROPOUT": p > 0.0, "ACTIVATION": activation, "BLOCK": block, "num_warps": _warps(2 * block)}
+        grid = (triton.cdiv(rows, 4), triton.cdiv(width, block))
+        _launch(kernels.pointwise_forward, grid, x, bias, residual, y, rows, width, alpha, p, seed, **flags)
+        kept = {IDENTITY: None, RELU: y, GELU: x}[activation]
+        ctx.save_for_backward(kept, bias)
+        ctx.numbers, ctx.flags = (alpha, p, seed), flags
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_y = gradients[0].contiguous()
+        kept, bias = ctx.saved_tensors
+        x_dtype, residual_dtype = ctx.dtypes
+        width, rows = _sizes(d_y)
+        d_x = torch.empty_like(d_y, dtype=x_dtype)
+        d_residual = None if residual_dtype is None else torch.empty_like(d_y, dtype=residual_dtype)
+        programs, groups = _division(triton.cdiv(rows, 4))
+        d_bias = None if bias is None else _partial(programs, width, d_y)
+        grid = (programs, triton.cdiv(width, ctx.flags["BLOCK"]))
+        tensors = (d_y, kept, bias, d_x, d_residual, d_bias)
+        _launch(kernels.pointwise_backward, grid, *tensors, rows, width, groups, *ctx.numbers, **ctx.flags)
+        return d_x, None if bias is None else _summed(d_bias, bias.dtype), d_residual, None, None, None
+
+
+class _Norm(torch.autograd.Function):
+    """LayerNorm of alpha residual + dropout(x + bias), or without a residual of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor,
+        norm_bias: Tensor,
+        p: float,
+        alpha: float,
+        eps: float,
+    ) -> Tensor:
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        width, rows = _sizes(x)
+        total = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+        normed = torch.empty_like(total)
+        statistics_2N = torch.empty(2, rows, dtype=torch.float32, device=x.device)
+        seed = _seed(p)
+        block = _block(width)
+        flags: dict[str, int] = {
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "DROPOUT": p > 0.0,
+        }
+        flags |= {"DROPOUT": p > 0.0, "BLOCK": block, "num_warps": _warps(block)}
+        programs, count = _division(rows) if interpreting() else (rows, 1)
+        tensors = (x, bias, residual, weight, norm_bias, total, normed, *statistics_2N)
+        _launch(kernels.norm_forward, (programs,), *tensors, rows, width, count, alpha, p, seed, eps, **flags)
+        ctx.save_for_backward(total, weight, statistics_2N)
+        ctx.numbers, ctx.flags = (alpha, p, seed), flags
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, bias, residual, weight, norm_bias)]
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_normed = gradients[0].contiguous()
+        total, weight, statistics_2N = ctx.saved_tensors
+        x_dtype, bias_dtype, residual_dtype, weight_dtype, norm_bias_dtype = ctx.dtypes
+        width, rows = _sizes(d_normed)
+        d_x = torch.empty_like(d_normed, dtype=x_dtype)
+        d_residual = None if residual_dtype is None else torch.empty_like(d_normed, dtype=residual_dtype)
+        programs, count = _division(rows)
+        wanted = (bias_dtype, weight_dtype, norm_bias_dtype)
+        partial = [None if dtype is None else _partial(programs, width, d_normed) for dtype in wanted]
+        tensors = (d_normed, total, weight, *statistics_2N, d_x, d_residual, *partial)
+        _launch(kernels.norm_backward, (programs,), *tensors, rows, width, count, *ctx.numbers, **ctx.flags)
+        d_bias, d_weight, d_norm_bias = (_summed(part, dtype) for part, dtype in zip(partial, wanted, strict=True))
+        return d_x, d_bias, d_residual, d_weight, d_norm_bias, None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        scores_BHTS = scores_BHTS.contiguous()
+        batch, heads, queries, keys = scores_BHTS.shape
+        count = batch * heads * queries
+        strides: tuple[int, ...] = (0, 0, 0)
+        if mask is not None:
+            if mask.shape[-1] != keys or mask.stride(-1) != 1:
+                mask = mask.expand(*mask.shape[:-1], keys).contiguous()
+            strides = mask.expand(batch, heads, queries, keys).stride()[:3]
+        weights_BHTS = torch.empty_like(scores_BHTS)
+        launch = _tile(count, keys)
+        tensors, numbers = (scores_BHTS, mask, weights_BHTS), (count, keys, queries, heads, *strides, scale)
+        flags = {"HAS_MASK": mask is not None, "CAUSAL": causal}
+        _launch(kernels.softmax_forward, (triton.cdiv(count, launch["ROWS"]),), *tensors, *numbers, **flags, **launch)
+        ctx.save_for_backward(weights_BHTS)
+        ctx.scale = scale
+        return weights_BHTS
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (weights_BHTS,) = ctx.saved_tensors
+        keys = weights_BHTS.shape[-1]
+        count = weights_BHTS.numel() // keys
+        d_scores_BHTS = torch.empty_like(weights_BHTS)
+        launch = _tile(count, keys)
+        tensors = (gradients[0].contiguous(), weights_BHTS, d_scores_BHTS)
+        _launch(
+            kernels.softmax_backward,
+            (triton.cdiv(count, launch["ROWS"]),),
+            *tensors,
+            count,
+            keys,
+            ctx.scale,
+            **launch,
+        )
+        return d_scores_BHTS, None, None, None
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    assert all(each.is_contiguous() or each.dtype == torch.bool for each in tensors), "kernels cannot see strides"
+    assert all(each.numel() < 2**31 for each in tensors), "offsets have 32 bits: use smaller micro-batches"
+    if tensors[0].device.type != "meta" and min(grid) > 0:
+        kernel[grid](*arguments, **options)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Width, and number of rows."""
+    return x.shape[-1], x.numel() // max(1, x.shape[-1])
+
+
+def _division(rows: int) -> tuple[int, int]:
+    """Programs, and how many rows (or groups of them) each takes."""
+    each = max(1, triton.cdiv(rows, _PROGRAMS))
+    return triton.cdiv(rows, each), each
+
+
+def _partial(programs: int, width: int, like: Tensor) -> Tensor:
+    return torch.empty(programs, width, dtype=torch.float32, device=like.device)
+
+
+def _summed(partial: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if partial is None else partial.sum(0).to(dtype)
+
+
+def _power_of_two(size: int) -> int:
+    return triton.next_power_of_2(size)  # type: ignore[no-any-return]
+
+
+def _block(width: int) -> int:
+    assert width <= _WIDEST, f"rows of up to {_WIDEST} elements fit a program, but these have {width}"
+    return _power_of_two(width)
+
+
+def _warps(block: int) -> int:
+    """Eight elements or so for each thread."""
+    return min(16, max(1, block // 256))
+
+
+def _tile(rows: int, keys: int) -> dict[str, int]:
+    """Short rows share a program; those of the interpreter are larger, since it pays for each."""
+    block = _block(keys)
+    size = 65536 if interpreting() else 2048
+    together = min(max(1, size // block), _power_of_two(rows))
+    return {"ROWS": together, "BLOCK": block, "num_warps": _warps(together * block)}
+
+
+def _seed(p: float) -> int:
+    """From the CPU's generator: no waiting for the device, and recomputation draws the same again."""
+    return int(torch.randint(2**31 - 1, ())) if p > 0.0 else 0
