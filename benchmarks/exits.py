@@ -5,22 +5,17 @@ python benchmarks/exits.py [--device cpu|cuda] [--dim 512] [--layers 6] [--token
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
 
 import torch
+from timing import parser, random_batch, seconds
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-
-LENGTH = 32
 
 
 def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) -> float:
@@ -34,30 +29,9 @@ def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) 
     return (encoder + encoders * decoder + encoders * decoders * projection) / (encoder + decoder + projection)
 
 
-def seconds(module: TrainModule, batch: Batch, synchronise: Callable[[], None], autocast: bool) -> float:
-    """One forward and backward."""
-    synchronise()
-    started = time.perf_counter()
-    with torch.autocast(batch.source_BS.device.type, dtype=torch.bfloat16, enabled=autocast):
-        loss = module(batch).loss
-    (loss / batch.target_tokens).backward()
-    module.zero_grad(set_to_none=True)
-    synchronise()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    synchronise = torch.cuda.synchronize if on_gpu else lambda: None
+    arguments = parser(__doc__, layers=6, tokens=2048, vocab=32_000, rounds=3).parse_args()
     torch.manual_seed(1)
     config = TransformerConfig(
         dim=arguments.dim,
@@ -72,15 +46,11 @@ def main() -> None:
         "2x2": MultiSoftmax(MultiSoftmaxConfig(exits="2x2"), 0),
         "all": MultiSoftmax(MultiSoftmaxConfig(), 0),
     }
-    rows = max(1, arguments.tokens // LENGTH)
-    source, target = (torch.randint(4, arguments.vocab, (rows, LENGTH)) for _ in range(2))
-    count = rows * LENGTH
     taken: dict[str, list[float]] = {name: [] for name in likelihoods}
     for update in range(arguments.rounds + 1):
-        batch = Batch(source, target, target, torch.arange(rows), count, count, 0, 1, update, 0, count, rows)
         for name, likelihood in likelihoods.items():
             module = TrainModule(model, Objective(likelihood))
-            elapsed = seconds(module, batch.to(torch.device(arguments.device)), synchronise, on_gpu)
+            elapsed = seconds(module, random_batch(arguments, update))
             if update:  # the first round warms up
                 taken[name].append(elapsed)
     vanilla = statistics.median(taken["vanilla"])

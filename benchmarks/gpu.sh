@@ -13,7 +13,10 @@ echo "== environment"
 "$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))'
 
 echo "== tests that need a GPU"
-if compgen -G "tests/gpu/test_*.py" >/dev/null; then "$python" -m pytest -q -m gpu tests/gpu; else echo "none yet"; fi
+"$python" -m pytest -q tests/gpu tests/kernels
+
+echo "== fused operations"
+"$python" benchmarks/kernels.py --json "$out/kernels.json"
 
 text="$out/text" data="$out/data"
 [ -f "$data/meta.json" ] || {

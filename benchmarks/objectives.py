@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
+from timing import parser, random_batch, seconds
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, TERMS
@@ -55,40 +53,10 @@ def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[s
     return TrainModule(model, objective).to(arguments.device).train()
 
 
-def batch(arguments: argparse.Namespace, update: int) -> Batch:
-    """Sentences of 32 tokens on both sides."""
-    generator = torch.Generator().manual_seed(update)
-    rows, length = max(1, arguments.tokens // 32), 32
-    source, target = (torch.randint(4, arguments.vocab, (rows, length), generator=generator) for _ in range(2))
-    count = rows * length
-    made = Batch(source, target, target, torch.arange(rows), count, count, 0, 1, update, 0, count, rows)
-    return made.to(torch.device(arguments.device))
-
-
-def seconds(module: TrainModule, made: Batch, synchronise: Callable[[], None], autocast: bool) -> float:
-    """One forward and backward."""
-    synchronise()
-    started = time.perf_counter()
-    with torch.autocast(made.source_BS.device.type, dtype=torch.bfloat16, enabled=autocast):
-        loss = module(made).loss
-    (loss / made.target_tokens).backward()
-    module.zero_grad(set_to_none=True)
-    synchronise()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=36_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, layers=15, tokens=4096, vocab=36_000, rounds=5).parse_args()
     on_gpu = arguments.device == "cuda"
-    synchronise = torch.cuda.synchronize if on_gpu else lambda: None
     taken: dict[str, list[float]] = {name: [] for name in VARIANTS}
     memory: dict[str, float] = {}
     modules = {name: build(arguments, *variant) for name, variant in VARIANTS.items()}
@@ -96,7 +64,7 @@ def main() -> None:
         for name, module in modules.items():
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            elapsed = seconds(module, batch(arguments, number + 1), synchronise, on_gpu)
+            elapsed = seconds(module, random_batch(arguments, number + 1))
             if number:  # the first round warms up
                 taken[name].append(elapsed)
             memory[name] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels are then run by its interpreter; it has to be known before Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -52,8 +57,5 @@ def free_port() -> Callable[[], int]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked gpu is skipped where there is none."""
-    if item.get_closest_marker("gpu") is not None:
-        import torch  # only here: most tests that need no GPU need no torch either
-
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

@@ -1,0 +1,99 @@
+"""Attention in all its ways against a transcription in float64.
+
+Legend: B sentences, H heads, T queries, S keys, K head width.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.kernels import attention as module
+from deepspeed_nmt.kernels.attention import attention, attention_with_weights
+
+WAYS: list[module.Choice] = ["sdpa", "fused", "auto"]
+
+
+def transcription(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    scores = q.double() @ k.double().transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ v.double()
+
+
+@pytest.mark.parametrize("masked", ["none", "padding", "causal", "per query", "blind"])
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_the_formula(way: module.Choice, masked: str, device: torch.device) -> None:
+    torch.manual_seed(1)
+    keys = 6 if masked == "causal" else 9
+    q, k, v = (torch.randn(2, 3, n, 8, device=device, requires_grad=True) for n in (6, keys, keys))
+    mask = None
+    if masked in ("padding", "blind"):
+        mask = torch.arange(keys, device=device) < torch.tensor([[9], [4]], device=device)
+        if masked == "blind":
+            mask[1] = False
+        mask = mask[:, None, None, :]
+    elif masked == "per query":
+        mask = torch.rand(2, 1, 6, keys, device=device) < 0.7
+        mask[..., 0] = True
+    module.use(way)
+    ours = attention(q, k, v, mask, masked == "causal")
+    expected = transcription(q, k, v, mask, masked == "causal")
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(ours)
+    gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    if masked == "blind":  # the formula has no gradient there
+        assert all(bool(torch.isfinite(g).all()) for g in gradients)
+        assert not gradients[0][1].any() and not gradients[2][1].any()
+        return
+    for one, other in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_given_before_dropout(device: torch.device) -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in range(3))
+    out, weights = attention_with_weights(q, k, v, dropout_p=0.5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5, device=device))
+    assert not torch.allclose(out, weights @ v)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_keeps_the_mean(way: module.Choice, device: torch.device) -> None:
+    torch.manual_seed(3)
+    module.use(way)
+    q, k = torch.zeros(64, 8, 32, 4, device=device), torch.zeros(64, 8, 32, 4, device=device)
+    out = attention(q, k, torch.ones_like(k), dropout_p=0.3)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
+    assert float(out.std()) == pytest.approx((0.3 / 0.7 / 32) ** 0.5, rel=0.05)
+
+
+def test_auto_takes_sdpa_where_it_has_a_kernel_that_holds_no_weights(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    taken: list[str] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: taken.append("sdpa") or real(*a, **k)
+    )
+    q = torch.randn(1, 2, 5, 16, device=device)
+    attention(q, q, q, causal=True)
+    assert taken == ["sdpa"]
+    if device.type == "cpu":
+        attention(q, q, q, causal=True, dropout_p=0.1)
+        assert taken == ["sdpa"], "on a CPU it is three steps with slow masks"
+    cuda = torch.backends.cuda
+    for name in ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention"):
+        monkeypatch.setattr(cuda, name, lambda *arguments: False)
+    monkeypatch.setattr(cuda, "SDPAParams", lambda *arguments: arguments)
+    pretended = mock.Mock(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 5, 3), requires_grad=True)
+    assert not module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0)
+    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda *arguments: True)
+    assert not module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0), "asked once"
+    module.use("auto")
+    assert module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0)

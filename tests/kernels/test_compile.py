@@ -1,0 +1,49 @@
+"""Kernels compiled ahead of time for GPUs that are not here. This proves compilation, neither numbers nor speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+
+pytest.importorskip("triton", reason="needs triton")
+KERNELS = {
+    "pointwise_forward", "pointwise_backward", "norm_forward", "norm_backward", "softmax_forward", "softmax_backward",
+    "row_sums", "row_divergences", "row_gradients",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What came out of each kernel, for each capability."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(ROOT / "tests/kernels/compile_worker.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_every_kernel_compiles_for_every_gpu(compiled: list[dict[str, Any]]) -> None:
+    assert {(row["kernel"], row["capability"]) for row in compiled} == {
+        (kernel, capability) for kernel in KERNELS for capability in (70, 80, 90)
+    }
+    defined = Path(ROOT, "deepspeed_nmt/kernels/triton_kernels.py").read_text(encoding="utf-8").count("@triton.jit")
+    assert defined == len(KERNELS)
+
+
+def test_no_registers_are_spilled(compiled: list[dict[str, Any]]) -> None:
+    assert [row for row in compiled if row["spilled_bytes"]] == []
+
+
+def test_no_tensor_core_or_asynchronous_copy_is_asked_of_a_v100(compiled: list[dict[str, Any]]) -> None:
+    assert not [row for row in compiled if row["mma"]], "nothing here is a matrix product"
+    assert not [row for row in compiled if row["capability"] == 70 and row["async"]]

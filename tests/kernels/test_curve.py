@@ -1,0 +1,65 @@
+"""Models train alike whatever carries out their operations. Triton runs on a GPU, or in its interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.engine.base import ParameterState
+from deepspeed_nmt.kernels import attention, dispatch
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
+
+pytest.importorskip("triton", reason="needs triton")
+UPDATES = 3
+
+
+def curve(
+    directory: Path, device: torch.device, method: str, kernels: str, how: attention.Choice, **options: float
+) -> tuple[list[float], list[ParameterState]]:
+    """Losses and weights of a few small updates; the interpreter pays for every row of logits.
+
+    Options: dropout, recompute for recomputation of every so manieth layer, and the number of updates.
+    """
+    dispatch.use(kernels)
+    attention.use(how)
+    world = World(0, 1, 0, device)
+    engine = build(method, "plain", world, directory, dropout=options.get("dropout", 0.0))
+    engine.module.model.recompute(*[int(options.get("recompute", 0))] * 2)
+    batches = BatchConfig(update_tokens=30, micro_tokens=64)
+    loader = TrainLoader(Corpus(directory, "train"), batches, 5, 0, 1, VOCABULARY)
+    done = train(engine, loader, world, 1, int(options.get("updates", UPDATES)), Cursor())
+    return done["loss"], list(engine.parameters())
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("curve")
+    write_corpus(directory, pairs=40, longest=12)
+    return directory
+
+
+@pytest.mark.parametrize("method", ["deep_decoder", "growing"])
+def test_every_backend_gives_the_same_losses_and_weights(corpus: Path, device: torch.device, method: str) -> None:
+    expected, weights = curve(corpus, device, method, "torch", "sdpa")
+    backends = ["triton", *(["apex"] if dispatch.is_installed("softmax", "apex") else [])]
+    for kernels in ["torch", *backends]:
+        losses, found = curve(corpus, device, method, kernels, "fused")
+        assert losses == pytest.approx(expected, abs=1e-5, rel=0), kernels
+        assert losses != expected or kernels == "torch", "rounding differs, or nothing else was run"
+        for one, other in zip(found, weights, strict=True):
+            torch.testing.assert_close(one.weight, other.weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_recomputation_draws_the_same_masks(corpus: Path, device: torch.device, kernels: str) -> None:
+    kept = curve(corpus, device, "vanilla", kernels, "fused", dropout=0.1, updates=1)
+    recomputed = curve(corpus, device, "vanilla", kernels, "fused", dropout=0.1, updates=1, recompute=1)
+    assert kept[0] == recomputed[0]
+    for one, other in zip(kept[1], recomputed[1], strict=True):
+        assert torch.equal(one.weight, other.weight), one.name

@@ -1,0 +1,64 @@
+"""The plain torch operations against transcriptions in float64, and their gradients against finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_nmt.kernels import ops, torch_ops
+
+
+def test_bias_dropout_add_and_the_norm_of_it() -> None:
+    torch.manual_seed(1)
+    x, residual = (torch.randn(4, 6, dtype=torch.float64) for _ in range(2))
+    bias, weight, shift = (torch.randn(6, dtype=torch.float64) for _ in range(3))
+    total = 1.7 * residual + x + bias
+    assert torch.allclose(ops.bias_dropout_add(x, bias, residual, 0.3, False, 1.7), total, rtol=1e-14)
+    mean, variance = total.mean(1, keepdim=True), total.var(1, unbiased=False, keepdim=True)
+    expected = (total - mean) / (variance + 1e-5).sqrt() * weight + shift
+    normed = ops.bias_dropout_add_layer_norm(x, bias, residual, weight, shift, 0.3, False, 1.7, 1e-5)
+    assert torch.allclose(normed, expected, rtol=1e-12)
+    gelu = 0.5 * (x + bias) * (1 + torch.erf((x + bias) / 2**0.5))
+    assert torch.allclose(ops.bias_gelu_dropout(x, bias, 0.3, False), gelu, rtol=1e-12)
+    assert torch.equal(ops.bias_relu_dropout(x, bias, 0.3, False), (x + bias).clamp(min=0.0))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_gradients(p: float) -> None:
+    torch.manual_seed(2)
+    x, residual = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias, weight, shift = (torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def drawn(function: object, *arguments: object) -> torch.Tensor:
+        torch.manual_seed(3)
+        return function(*arguments)  # type: ignore[operator,no-any-return]
+
+    for function, inputs in (
+        (lambda *a: drawn(torch_ops.bias_dropout_add, *a, p, 1.0), (x, bias, residual)),
+        (lambda *a: drawn(torch_ops.bias_dropout_add, *a, p, 0.4), (x, bias, residual)),
+        (
+            lambda *a: drawn(torch_ops.bias_dropout_add_layer_norm, *a, p, 0.4, 1e-5),
+            (x, bias, residual, weight, shift),
+        ),
+        (lambda *a: drawn(torch_ops.bias_relu_dropout, *a, p), (x, bias)),
+        (lambda *a: drawn(torch_ops.bias_gelu_dropout, *a, p), (x, bias)),
+        (lambda a: drawn(torch_ops.softmax, a[None, None], torch.tensor([True] * 4 + [False]), False, 0.7), (x,)),
+        (lambda a: drawn(torch_ops.softmax, a[None, None], None, True, 0.7), (x,)),
+    ):
+        assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_a_relu_with_dropout_keeps_its_result_alone() -> None:
+    kept: list[torch.Tensor] = []
+    x = torch.randn(64, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = torch_ops.bias_relu_dropout(x, None, 0.2)
+    assert len(kept) == 1 and kept[0].data_ptr() == y.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_masks_are_as_good(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    y = torch_ops.dropout(torch.ones(100_000, dtype=dtype), 0.1)
+    assert float((y == 0).double().mean()) == pytest.approx(0.1, abs=0.004)
+    assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.9).to(dtype))}
