@@ -1,5 +1,7 @@
 """Train small models of every method under every engine on this machine, and compare with one plain process.
 
+That process takes torch's own operations, the others the fused ones that were chosen for this machine.
+
     deepspeed-nmt selftest --ranks 2                      # on one machine
     srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, the way training is started
 
@@ -105,7 +107,10 @@ def _be_one(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
+    import torch
+
     from deepspeed_nmt.console import output, setup_logging
+    from deepspeed_nmt.kernels.dispatch import describe
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.selftest import rows
 
@@ -114,6 +119,7 @@ def _be_one(arguments: argparse.Namespace) -> int:
     setup_logging(world.rank)
     try:
         if world.is_main and not arguments.json:
+            output(f"kernels: {describe(world.device, torch.float32)}")
             output(_HEAD)
         for row in rows(world, quick=arguments.quick):
             failed += not row.passed
