@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -32,13 +33,32 @@ class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 def setup_logging(rank: int = 0) -> None:
     """Send this package's log to stderr; ranks other than 0 only say warnings."""
-    logger.handlers.clear()
+    _remove_handlers()
     handler = _TqdmHandler()
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def log_to(file: Path) -> None:
+    """Write the whole log of this rank into a file, too, after what earlier starts left there.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+
+
+def _remove_handlers() -> None:
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def report(error: Exception) -> int:

@@ -14,6 +14,9 @@ EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75
 """Asked to stop by a signal, saved, and can be started again (sysexits' EX_TEMPFAIL)."""
 
+EXIT_RANK_LOST = 70
+"""Another rank was lost or stuck; the last checkpoint is intact, and the job can be started again (EX_SOFTWARE)."""
+
 
 class UserError(ValueError):
     """Something the user asked for cannot be done; the message tells how to mend it."""

@@ -37,6 +37,8 @@ from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
+LOGS = "logs"
+"""What each rank said, over all restarts."""
 ORIGIN_FILE = "origin.json"
 """Where the run's first weights came from, if from another run."""
 

@@ -44,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from deepspeed_nmt.commands.training import train_run
-    from deepspeed_nmt.console import logger, setup_logging
+    from deepspeed_nmt.console import log_to, logger, setup_logging
     from deepspeed_nmt.parallel.agreement import together
     from deepspeed_nmt.parallel.launched import once_a_host
+    from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import RunLock, begin
+    from deepspeed_nmt.runs import LOGS, RunLock, begin
     from deepspeed_nmt.train.signals import StopRequest
 
     with once_a_host():
@@ -67,8 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
                 lock = RunLock(arguments.run)
                 data.verify_hashes()
                 begin(arguments.run, config, data)
-        with StopRequest() as stop:
-            progress = train_run(arguments.run, config, data, origin, world, stop)
+        with together(world):
+            log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
+        engine = config.engine
+        watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
+        with StopRequest() as stop, watchdog:
+            progress = train_run(arguments.run, config, data, origin, world, stop, watchdog)
         if stop:
             logger.info(
                 "stopped by %s after update %d, saved; start the same command again to go on",

@@ -28,6 +28,7 @@ from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import from_main
 from deepspeed_nmt.parallel.launched import once_a_host
 from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
@@ -60,7 +61,13 @@ class Origin:
 
 
 def train_run(
-    path: Path, config: RunConfig, data: DataDirectory, origin: Origin | None, world: World, stop: StopRequest
+    path: Path,
+    config: RunConfig,
+    data: DataDirectory,
+    origin: Origin | None,
+    world: World,
+    stop: StopRequest,
+    watchdog: Watchdog,
 ) -> Progress:
     """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once.
 
@@ -71,7 +78,8 @@ def train_run(
         use_kernels(config)
         precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
         logger.info("%s; kernels: %s", precision, describe(world.device, DTYPES[precision]))
-    while (progress := _take_up(path, config, data, origin, world, stop)) is None:
+    while (progress := _take_up(path, config, data, origin, world, stop, watchdog)) is None:
+        watchdog.at("going back to a checkpoint", slow=True)
         gc.collect()  # the engine and all it held
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -79,7 +87,13 @@ def train_run(
 
 
 def _take_up(
-    path: Path, config: RunConfig, data: DataDirectory, origin: Origin | None, world: World, stop: StopRequest
+    path: Path,
+    config: RunConfig,
+    data: DataDirectory,
+    origin: Origin | None,
+    world: World,
+    stop: StopRequest,
+    watchdog: Watchdog,
 ) -> Progress | None:
     """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
     vocabulary = data.tokenizer().vocabulary
@@ -142,6 +156,7 @@ def _take_up(
             metrics,
             world,
             stop,
+            watchdog,
             progress,
             workload,
         )

@@ -11,7 +11,7 @@ and its gradient norm is the norm of that quotient's gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Protocol
 
@@ -76,7 +76,19 @@ class EngineConfig(Config):
         description="sdpa: torch's kernels that hold no weights; fused: products and a fused softmax; auto: sdpa "
         "where it has such a kernel",
     )
-    timeout_s: float = Field(default=1800.0, gt=0.0, description="seconds a rank waits for another before giving up")
+    silent_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        description="seconds without a sign of life after which a rank is taken to be gone; 0: never",
+    )
+    stuck_s: float = Field(
+        default=600.0, gt=0.0, description="seconds a micro-batch may take before its rank is taken to be stuck"
+    )
+    timeout_s: float = Field(
+        default=1800.0,
+        gt=0.0,
+        description="seconds a rank waits for another before giving up, and that saving or validating may take",
+    )
 
 
 def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
@@ -147,10 +159,12 @@ class Engine(ABC):
     Attributes:
         module: model and objective.
         device: where micro-batches must be.
+        watch: is told the number of each micro-batch of an update, from 0, as it is begun; None: nobody asks.
     """
 
     module: TrainModule
     device: torch.device
+    watch: Callable[[int], None] | None = None
 
     @abstractmethod
     def update(

@@ -121,6 +121,8 @@ class DeepSpeedEngine(Engine):
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
         for index, batch in enumerate(micro_batches):
+            if self.watch is not None:
+                self.watch(index)
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             seed_dropout(batch, self._world.data_rank)

@@ -63,7 +63,9 @@ class PlainEngine(Engine):
     ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
+            if self.watch is not None:
+                self.watch(index)
             output = self._backward(batch, scale / target_tokens)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
         gradients = self._gradients()

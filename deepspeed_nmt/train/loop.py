@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_data_ranks
+from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -106,6 +108,7 @@ def train(
     metrics: Metrics,
     world: World,
     stop: StopRequest,
+    watchdog: Watchdog,
     progress: Progress,
     workload: Workload | None = None,
 ) -> Progress | None:
@@ -134,8 +137,10 @@ def train(
     try:
         while not _finished(config, progress):
             waiting = time.monotonic()
+            watchdog.at(f"update {progress.update + 1}, waiting for its data")
             update = updates.next()
             started = time.monotonic()
+            engine.watch = _watched(watchdog, update)
             lr = learning_rate(update.number, optimizer.lr, schedule, config.max_updates)
             with explained(f"update {update.number}", update.micro_batches, world.device):
                 explain = worth_explaining(progress.skipped, loss_scale)
@@ -159,6 +164,7 @@ def train(
                 }
                 metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if monitor.due(progress.update):
+                watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
                 found = monitor(progress.update)
                 metrics.log(progress.update, {**found, "train/target_tokens": float(progress.target_tokens)})
                 bad, fatal = monitor.judge(progress.update, found, progress.bad_measurements)
@@ -168,11 +174,14 @@ def train(
             # Amid skipped updates both wait: what is kept then may be ruined. Only the end of training cannot wait.
             sound, best = progress.skipped == 0, False
             if (validating and sound) or _finished(config, progress):
+                watchdog.at(f"validating after update {progress.update}", slow=True)
                 progress, best = _validate(validator, progress, metrics)
                 validating = False
+            watchdog.at(f"what follows update {progress.update}")
             stopping = any_rank(bool(stop), world)
             if best or stopping or fatal or (saving and sound):
                 last = stopping or _finished(config, progress)
+                watchdog.at(f"saving update {progress.update}", slow=True)
                 saved_at = _save(store, engine, progress, best, world, saved_at, must=last)
                 saving = False
             if fatal:
@@ -183,10 +192,16 @@ def train(
     finally:
         updates.close()
     if saved_at != progress.update:
+        watchdog.at(f"saving update {progress.update}", slow=True)
         _save(store, engine, progress, False, world, saved_at, must=True)
     if config.patience and progress.validations_since_best >= config.patience:
         logger.info("no better score in %d validations: stopped early", config.patience)
     return progress
+
+
+def _watched(watchdog: Watchdog, update: Update) -> Callable[[int], None]:
+    count = len(update.micro_batches)
+    return lambda index: watchdog.at(f"update {update.number}, micro-batch {index + 1} of {count}")
 
 
 def _finished(config: TrainingConfig, progress: Progress) -> bool:

@@ -1,0 +1,110 @@
+"""Ranks that die, stop, hang or fail: the others end in bounded time, and say who, where and at what."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.errors import EXIT_RANK_LOST
+from tests.support import ROOT, free_port, rank_environment
+
+RANKS = 3
+Start = Callable[..., list[subprocess.Popen[bytes]]]
+
+
+@pytest.fixture
+def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
+    """A function that starts the ranks of a run without end."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(*settings: str, trouble: str = "-1:0:none") -> list[subprocess.Popen[bytes]]:
+        port = free_port()
+        words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
+        words += ["engine.name=plain", "training.max_updates=100000", "training.validate_every=100000"]
+        words += [
+            "training.save_every=5",
+            "validation.bleu=false",
+            "collapse.every=0",
+            "engine.silent_s=3",
+            *settings,
+        ]
+        for rank in range(RANKS):
+            environment = {**rank_environment(rank, RANKS, port, tmp_path), "TROUBLE": trouble}
+            with (tmp_path / f"rank{rank}.log").open("wb") as log:
+                command = [sys.executable, str(ROOT / "tests/system/troubled_worker.py"), *words]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        return processes
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def saved(tmp_path: Path) -> None:
+    """Wait until the run is well on its way."""
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run/checkpoints/latest").exists():
+        assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
+        time.sleep(0.1)
+    time.sleep(2)  # a few signs of life later
+
+
+def said(tmp_path: Path, rank: int) -> str:
+    return (tmp_path / f"rank{rank}.log").read_text()
+
+
+def ends(processes: list[subprocess.Popen[bytes]], within: float) -> list[int]:
+    deadline = time.monotonic() + within
+    return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_or_stopped_is_named(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    processes = start()
+    saved(tmp_path)
+    processes[1].send_signal(number)
+    assert ends([processes[0], processes[2]], 20) == [EXIT_RANK_LOST] * 2
+    pattern = r"rank 1 is gone or stopped: no sign of life for 3 s; it was last in .*update \d+.* on "
+    assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
+    assert "start the same command again to go on from the last checkpoint" in said(tmp_path, 0)
+    assert re.search(pattern, (tmp_path / "run/logs/rank-2.log").read_text())
+
+
+def test_where_rank_0_is_stopped_the_others_find_out(start: Start, tmp_path: Path) -> None:
+    processes = start()
+    saved(tmp_path)
+    processes[0].send_signal(signal.SIGSTOP)
+    assert ends(processes[1:], 30) == [EXIT_RANK_LOST] * 2
+    assert "rank 0, with which all ranks talk, is gone or stopped" in (tmp_path / "run/logs/rank-1.log").read_text()
+
+
+def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path: Path) -> None:
+    processes = start("engine.stuck_s=4", trouble="2:7:hang")
+    assert ends(processes, 60) == [EXIT_RANK_LOST] * RANKS
+    assert re.search(r"rank 2 is stuck in update 7, micro-batch 1 of \d+ on ", said(tmp_path, 0)), said(tmp_path, 0)
+
+
+def test_a_rank_that_fails_says_why_and_the_others_who(start: Start, tmp_path: Path) -> None:
+    processes = start(trouble="1:7:raise")
+    assert ends(processes, 60) == [EXIT_RANK_LOST, 1, EXIT_RANK_LOST]
+    assert "Traceback" in said(tmp_path, 1) and "a tensor is not what it should be" in said(tmp_path, 1)
+    pattern = r"rank 1 on \S+ failed in update 7, micro-batch 1 of \d+: ValueError: a tensor is not what it should be"
+    assert re.search(pattern, said(tmp_path, 0)) and "Traceback" not in said(tmp_path, 0)
+
+
+def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> None:
+    """With less time for an update than a stop at a checkpoint takes, nobody is blamed while it is being written."""
+    processes = start("engine.stuck_s=30", "training.max_updates=10")
+    assert ends(processes, 90) == [0] * RANKS
+    assert "done: 10 updates" in said(tmp_path, 0)
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "done: 10 updates" in log and "INFO" in log
