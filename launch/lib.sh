@@ -26,6 +26,12 @@ threads_for() {
     echo $((threads > 0 ? threads : 1))
 }
 
+# Programs of $VENV, if there is one, before those on PATH.
+use_venv() { if [ -x "$VENV/bin/python" ]; then export PATH="$VENV/bin:$PATH"; fi; }
+
+# A TCP port that nobody listens on just now.
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
+
 # One line "compute capability, driver version" per NVIDIA GPU; nothing where there is none.
 list_gpus() {
     command -v nvidia-smi >/dev/null || return 0

@@ -44,11 +44,11 @@ export LC_ALL="${LC_ALL:-C.UTF-8}"
 count_lines() { LC_ALL=C awk 'END { print NR }' "$1"; }
 
 check_text() {
-    [ -n "$SOURCE" ] && [ -n "$TARGET" ] ||
+    [[ -n "$SOURCE" && -n "$TARGET" ]] ||
         die "both SOURCE and TARGET are required, but only one of them is given; name the other file too"
     local file sources targets
     for file in "$SOURCE" "$TARGET"; do
-        [ -f "$file" ] && [ -r "$file" ] || die "$file must be a text file, but is missing or cannot be read; check the path"
+        [[ -f "$file" && -r "$file" ]] || die "$file must be a text file, but is missing or cannot be read; check the path"
     done
     sources="$(count_lines "$SOURCE")"
     targets="$(count_lines "$TARGET")"

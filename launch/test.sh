@@ -3,7 +3,7 @@
 #
 #   launch/test.sh [--system] [--full] [pytest arguments]
 #
-#   --system   allow apt-get for what is missing (python3, python3-venv); never done without
+#   --system   allow apt-get for what is missing (python3, python3-venv, SLURM, ...); never done without
 #   --full     also the tests that take long (marked slow) or need a GPU (marked gpu)
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
@@ -26,6 +26,15 @@ while [ $# -gt 0 ]; do
 done
 
 cd "$ROOT"
+# A real SLURM of two nodes, two hosts in network namespaces, and a linter for these scripts: tests that need one of them
+# are skipped where it is missing.
+if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
+    missing=()
+    for package in munge slurmctld slurmd slurm-client iproute2 procps shellcheck; do
+        dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+    done
+    [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
+fi
 install "${LOCK:-$(choose_lock)}" test
 
 scratch="$(mktemp -d)"

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.train.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,3 +92,13 @@ def random_corpus(
     with CorpusWriter(directory, split, vocab) as writer:
         writer.append(sources, targets)
     return Corpus(directory, split)
+
+
+def assert_same(run: Path, other: Path, update: int = 12) -> None:
+    """The checkpoints of two runs are equal to the bit, moments included."""
+    first = Checkpoint(run / "checkpoints" / f"update-{update:07d}")
+    second = Checkpoint(other / "checkpoints" / f"update-{update:07d}")
+    assert first.scalars == second.scalars
+    for name, weight in first.weights().items():
+        assert torch.equal(weight, second.weight(name)), name
+        assert torch.equal(first.moment(name, "exp_avg"), second.moment(name, "exp_avg")), name

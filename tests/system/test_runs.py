@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.support import ROOT, rank_environment, run_ranks
+from tests.support import ROOT, assert_same, rank_environment, run_ranks
 
 
 def train(data: Path, run: Path, *settings: str) -> int:
@@ -35,16 +35,6 @@ def train_ranks(data: Path, run: Path, *settings: str) -> None:
 def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint."""
     return Checkpoint(run / "checkpoints" / f"update-{update:07d}").weights()
-
-
-def assert_same(run: Path, other: Path, update: int = 12) -> None:
-    """The checkpoints of two runs are equal to the bit, moments included."""
-    first = Checkpoint(run / "checkpoints" / f"update-{update:07d}")
-    second = Checkpoint(other / "checkpoints" / f"update-{update:07d}")
-    assert first.scalars == second.scalars
-    for name, weight in first.weights().items():
-        assert torch.equal(weight, second.weight(name)), name
-        assert torch.equal(first.moment(name, "exp_avg"), second.moment(name, "exp_avg")), name
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Train on this machine: on all its GPUs, or on several CPU ranks, through DeepSpeed's launcher.
+#
+#   launch/local.sh [--ranks N] [--cpu] -- <arguments of `deepspeed-nmt train`>
+#   launch/local.sh -- --recipe transformer_base --data DATA --run RUN batch.micro_tokens=8192
+#
+#   --ranks N   processes [one for each GPU; without a GPU 2]
+#   --cpu       CPU ranks, on a machine with GPUs, too
+#
+# Ctrl-C saves and stops; the same command goes on. The exit status is that of `train` (75: stopped, start it again).
+# $VENV names the environment [.venv here, if there is one; else what is on PATH], $OMP_NUM_THREADS the threads of each
+# rank on a CPU [cores / ranks].
+
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+ranks="" cpu=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
+    --ranks) ranks="${2:?--ranks needs a number}" && shift ;;
+    --cpu) cpu=yes ;;
+    --) shift && break ;;
+    *) break ;;
+    esac
+    shift
+done
+[ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` are required after --, but there are none; see --help"
+
+use_venv
+gpus="$(list_gpus | wc -l)"
+[ -z "$cpu" ] || gpus=0
+settings=()
+if [ "$gpus" = 0 ]; then
+    ranks="${ranks:-2}"
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
+    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES=""
+    settings=(engine.device=cpu)
+fi
+ranks="${ranks:-$gpus}"
+say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
+exec deepspeed --num_gpus "$ranks" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"

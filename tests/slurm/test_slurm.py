@@ -1,0 +1,162 @@
+"""The batch scripts under a real SLURM: what clusters do to jobs, and that a run comes out the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.support import ROOT, assert_same
+from tests.system.conftest import SMALL
+
+UPDATES = 120
+RUN = [
+    *("--recipe", "transformer_base", *SMALL),
+    *("engine.name=deepspeed", "engine.ds_config=zero2", "engine.silent_s=6", "collapse.every=0"),
+    *(f"training.max_updates={UPDATES}", "training.validate_every=100000", "training.save_every=10"),
+    *("training.log_every=10", "validation.bleu=false", "validation.best_by=loss"),
+]
+NODES = ["--nodes", "2", "--ntasks-per-node", "1"]
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture
+def job(cluster: Cluster, data: Path, tmp_path: Path) -> Job:
+    """A training job on both nodes, submitted."""
+    made = Job(cluster, data, tmp_path)
+    yield made
+    cluster.run("scancel", str(made.number))
+    cluster.until(lambda: not cluster.run("squeue", "-h"), 60, "an empty queue")
+
+
+class Job:
+    """A job of launch/train.sbatch."""
+
+    def __init__(self, cluster: Cluster, data: Path, directory: Path, *settings: str) -> None:
+        self.cluster, self.run = cluster, directory / "run"
+        cluster.environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        script = [str(ROOT / "launch/train.sbatch"), "--data", str(data), "--run", str(self.run)]
+        self.number = cluster.submit(*NODES, "--output", "job.log", *script, *RUN, *settings, cwd=directory)
+        self.log = directory / "job.log"
+
+    def has_saved(self, update: int, within: float = 90) -> None:
+        """Wait for a checkpoint of this update or a later one."""
+
+        def saved() -> bool:
+            return any(int(path.name.split("-")[1]) >= update for path in self.run.glob("checkpoints/update-*[0-9]"))
+
+        self.cluster.until(saved, within, f"a checkpoint of update {update}; the job says {self.said()[-3000:]}")
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def completes(self, restarts: int, whole: Path, within: float = 150) -> None:
+        """It ends well after so many restarts, as if nothing had happened, and its curve has no gap and no double."""
+        state = self.cluster.ended(self.number, within)
+        assert state == "COMPLETED", self.said()[-5000:]
+        assert int(self.cluster.job(self.number, "Restarts")) == restarts
+        assert_same(self.run, whole, UPDATES)
+        lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        updates = [line["update"] for line in lines if "train/loss" in line]
+        assert updates == list(range(10, UPDATES + 1, 10))
+        assert len(re.findall(r"^job \d+, start \d+, on ", self.said(), re.MULTILINE)) == restarts + 1
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, undisturbed."""
+    job = Job(cluster, data, tmp_path_factory.mktemp("whole"))
+    assert cluster.ended(job.number, 150) == "COMPLETED", job.said()
+    assert "done: 120 updates" in job.said() and "2 x cpu; DeepSpeedEngine" in job.said()
+    return job.run
+
+
+def test_near_its_time_limit_a_job_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job) -> None:
+    job.has_saved(10)
+    # What SLURM sends to the batch shell some minutes before the limit.
+    cluster.run("scancel", "--batch", "--signal", "USR1", str(job.number))
+    job.completes(restarts=1, whole=whole)
+    assert "stopped by SIGUSR1 after update" in job.said() and "resuming after update" in job.said()
+
+
+def test_a_preempted_job_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job, tmp_path: Path) -> None:
+    job.has_saved(10)
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/sh\nsleep 1\n")
+    urgent = cluster.submit("--partition", "high", "--nodes", "2", "--exclusive", str(script), cwd=tmp_path)
+    assert cluster.ended(urgent, 60) == "COMPLETED"
+    job.completes(restarts=1, whole=whole)
+    assert "stopped by SIGTERM after update" in job.said()
+
+
+def test_a_cancelled_job_stays_dead(cluster: Cluster, job: Job) -> None:
+    job.has_saved(10)
+    cluster.run("scancel", str(job.number))
+    assert cluster.ended(job.number, 60) == "CANCELLED"
+    time.sleep(8)  # longer than a job waits before it is started again
+    assert cluster.job(job.number, "JobState") == "CANCELLED" and cluster.job(job.number, "Restarts") == "0"
+
+
+def test_a_job_whose_node_loses_its_power_goes_on(cluster: Cluster, whole: Path, job: Job) -> None:
+    job.has_saved(20)
+    cluster.cut_power(2)
+    cluster.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "node2", "-o", "%T"), 60, "a node that is down")
+    cluster.start_node(2)
+    job.completes(restarts=1, whole=whole, within=200)
+    assert "resuming after update" in job.said()
+
+
+def test_a_job_that_crashes_is_queued_again_so_many_times(
+    cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setitem(cluster.environment, "CRASHES", "1")
+    made = Job(cluster, data, tmp_path)
+    cluster.run("scancel", str(made.number))
+    monkeypatch.setitem(cluster.environment, "PYTHON", str(tmp_path / "python"))
+    words = [*NODES, "--output", "crash.log", str(ROOT / "launch/train.sbatch"), "--run", "x"]
+    number = cluster.submit(*words, cwd=tmp_path)
+    assert cluster.ended(number, 60) == "FAILED"
+    said = (tmp_path / "crash.log").read_text()
+    assert "it crashed 2 times, and CRASHES is 1; not queued again" in said
+    assert cluster.job(number, "Restarts") == "1" and cluster.job(number, "ExitCode") == "9:0"
+
+
+def test_a_mistake_of_the_users_is_not_tried_again(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    made = Job(cluster, data, tmp_path, "model.heds=4")
+    assert cluster.ended(made.number, 60) == "FAILED"
+    assert cluster.job(made.number, "Restarts") == "0" and cluster.job(made.number, "ExitCode") == "2:0"
+    assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host says so"
+
+
+def test_a_chain_of_jobs_prepares_trains_and_translates(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    text, out, run = data.parent / "text", tmp_path / "data", tmp_path / "run"
+    words = ["--out", str(out), "--vocab-size", "500"]
+    for split in ("train", "valid"):
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    prepared = cluster.submit(str(ROOT / "launch/prepare.sbatch"), *words, cwd=tmp_path)
+    after = ["--kill-on-invalid-dep=yes", "--dependency"]
+    words = [*after, f"afterok:{prepared}", str(ROOT / "launch/train.sbatch"), "--data", str(out), "--run", str(run)]
+    trained = cluster.submit(*words, "--recipe", "transformer_base", *SMALL, cwd=tmp_path)
+    words = [*after, f"afterok:{trained}", str(ROOT / "launch/translate.sbatch"), "--run", str(run)]
+    words += ["--input", str(text / "test.en"), "--output", str(tmp_path / "test.hyp"), "--device", "cpu"]
+    translated = cluster.submit(*words, cwd=tmp_path)
+    assert cluster.ended(translated, 180) == "COMPLETED", [path.read_text() for path in tmp_path.glob("*.log")]
+    assert len((tmp_path / "test.hyp").read_text().splitlines()) == 20
+
+
+def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    recipes = "transformer_base,transformer_big"
+    words = ["--array", "1-2", str(ROOT / "launch/sweep.sbatch"), "--recipes", recipes, "--data", str(data)]
+    settings = [*SMALL, "training.max_updates=4", "validation.bleu=false"]
+    number = cluster.submit(*words, "--runs", str(tmp_path / "runs"), *settings, cwd=tmp_path)
+    cluster.until(lambda: not cluster.run("squeue", "-h", "-j", str(number)), 180, "the end of an array")
+    for point, dropout in (("1", 0.1), ("2", 0.3)):
+        assert (tmp_path / "runs" / point / "checkpoints/latest").exists(), list(tmp_path.glob("*.log"))
+        assert f" dropout: {dropout}" in (tmp_path / "runs" / point / "config.yaml").read_text()
