@@ -81,9 +81,8 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
         write_corpus(directory)
         for method in ["deep_decoder"] if quick else METHODS:
             alone = World(0, 1, world.local_rank, world.device)
-            dispatch.use("torch")  # the others run with what this machine chooses
-            reference, weights = _trained(build(method, "plain", alone, directory), alone, directory)
-            dispatch.use("auto")
+            with dispatch.only("torch"):  # the others run with what this machine chooses
+                reference, weights = _trained(build(method, "plain", alone, directory), alone, directory)
             for engine, tensor_ranks in engines(world, method):
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
 

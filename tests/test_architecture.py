@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "methods": {"kernels", "nn", "core", "search"},
     "data": {"core"},
     "parallel": {"kernels", "nn"},
-    "engine": {"core", "parallel"},
+    "engine": {"kernels", "core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
     "planning": {"core"},

@@ -103,7 +103,11 @@ def _parameters(config: RunConfig, vocab_size: int) -> int:
 
 def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
     """What the run needs on these GPUs: as JSON, and as text."""
+    import torch
+
     from deepspeed_nmt.commands.planner import Planner, precision_of
+    from deepspeed_nmt.engine.base import DTYPES
+    from deepspeed_nmt.kernels.dispatch import describe, planned_for
     from deepspeed_nmt.runs import use_kernels
 
     use_kernels(config)
@@ -123,7 +127,9 @@ def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[d
         "advice": planner.settings(advised),
         **{name: _as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
-    head = f"{arguments.num_gpus} x {gpu.name} ({precision})"
+    with planned_for(gpu.capability):
+        kernels = describe(torch.device("meta"), DTYPES[precision])
+    head = f"{arguments.num_gpus} x {gpu.name} ({precision}); kernels: {kernels}"
     return result, _text(head, columns, planner.settings(advised), config, arguments, gpu, speed)
 
 

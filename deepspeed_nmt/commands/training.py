@@ -23,9 +23,9 @@ from deepspeed_nmt.engine.base import DTYPES, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
-from deepspeed_nmt.kernels.dispatch import describe
+from deepspeed_nmt.kernels import dispatch
 from deepspeed_nmt.parallel.agreement import together
-from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.launched import once_a_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -77,13 +77,25 @@ def train_run(
     with together(world):
         use_kernels(config)
         precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
-        logger.info("%s; kernels: %s", precision, describe(world.device, DTYPES[precision]))
+        chosen = dispatch.choices(world.device, DTYPES[precision])
+        dispatch.choices(world.device, torch.float32)  # of autocast, and of validation
+    _agree(chosen, world)
+    logger.info("%s; kernels: %s", precision, dispatch.describe(world.device, DTYPES[precision]))
     while (progress := _take_up(path, config, data, origin, world, stop, watchdog)) is None:
         watchdog.at("going back to a checkpoint", slow=True)
         gc.collect()  # the engine and all it held
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     return progress
+
+
+def _agree(chosen: dict[str, str], world: World) -> None:
+    """Ranks that share a model draw the same masks only with the same kernels: what one has to do without, all do."""
+    plain = sum_over_ranks({operation: float(name == "torch") for operation, name in chosen.items()}, world)
+    differing = [operation for operation, count in plain.items() if 0.0 < count < world.ranks]
+    if differing:
+        logger.warning("%s: torch is used on all ranks, because some can use nothing else", ", ".join(differing))
+        dispatch.use(",".join(f"{operation}=torch" for operation in [*differing, *(o for o in chosen if plain[o])]))
 
 
 def _take_up(

@@ -19,14 +19,17 @@ _LONGEST = 2048
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     fused = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-    normed: Tensor = fused(x, weight, bias, tuple(weight.shape), eps)
+    with torch.autocast(x.device.type, enabled=False):  # it would narrow its result, which torch's does not
+        normed: Tensor = fused(x, weight.to(x.dtype), bias.to(x.dtype), tuple(weight.shape), eps)
     return normed
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     batch, heads, queries, keys = scores_BHTS.shape
-    square = queries == keys
-    if scores_BHTS.dtype == torch.float32 or keys > _LONGEST or (causal and not square):
+    # Rows come in blocks, which have to be full: of queries, or where it is causal of sentences and heads.
+    in_blocks = batch * heads if causal else queries
+    fits = in_blocks % _rows_a_block(keys) == 0 and (queries == keys if causal else queries > 1)
+    if scores_BHTS.dtype == torch.float32 or keys > _LONGEST or not fits:
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
     if causal:
         flat = scores_BHTS.reshape(batch * heads, queries, keys)
@@ -39,6 +42,12 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
     weights: Tensor = _Masked.apply(scores_BHTS.contiguous(), hidden.contiguous(), scale)  # type: ignore[no-untyped-call]
     # What a query that sees nothing gets differs between versions.
     return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+
+
+def _rows_a_block(keys: int) -> int:
+    """How many rows apex's kernels give to a block of 128 threads."""
+    width = 1 << (keys - 1).bit_length()
+    return 128 // min(width, 32) * (2 if width <= 128 else 1)
 
 
 class _Masked(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.kernels.dispatch import kind_of
 
 Choice = Literal["auto", "sdpa", "fused"]
 _choice: Choice = "auto"
@@ -68,21 +69,21 @@ def attention_with_weights(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the weights, before dropout. Shape: -> (B,H,T,K), (B,H,T,S)"""
-    scores_BHTS = torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
-    scale = q_BHTK.shape[-1] ** -0.5
+    # Scaled before the product, which in fp16 could overflow otherwise.
+    scores_BHTS = torch.matmul(q_BHTK * q_BHTK.shape[-1] ** -0.5, k_BHSK.transpose(-1, -2))
     if causal:
-        weights_BHTS = ops.scaled_causal_softmax(scores_BHTS, scale)
+        weights_BHTS = ops.scaled_causal_softmax(scores_BHTS, 1.0)
     else:
-        weights_BHTS = ops.scaled_masked_softmax(scores_BHTS, mask, scale)
+        weights_BHTS = ops.scaled_masked_softmax(scores_BHTS, mask, 1.0)
     return torch.matmul(ops.dropout(weights_BHTS, dropout_p, training=True), v_BHSK), weights_BHTS
 
 
 def _sdpa_serves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> bool:
     """Whether SDPA has more than its own three steps for this, which hold the weights and are not fused."""
-    kind = q.device.type
+    kind = kind_of(q)
     if kind == "cpu":
         return dropout_p == 0.0
-    if kind != "cuda":
+    if q.device.type != "cuda":
         return True
     key = (q.dtype, q.shape[-1], mask is None, causal, dropout_p > 0.0, q.requires_grad)
     if key not in _served:

@@ -1,4 +1,4 @@
-"""Which implementation an operation has: chosen once per operation, device, dtype and capability.
+"""Which implementation an operation has: chosen once per operation, kind of device and dtype.
 
 An operation is a function of :mod:`deepspeed_nmt.kernels.ops`. A backend is a module beside it with functions of the
 same names and arguments: torch (always there), triton, apex (parts of it). On a GPU the choice is, in this order:
@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +65,7 @@ _APEX_PARTS = {
     "softmax": ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
 }
 _asked: Choices = {}
+_forced: list[str] = []  # one, or none
 _planned_for: list[Capability] = []  # one, or none
 _table: dict[tuple[str, str, torch.dtype], Callable[..., Any]] = {}
 _names: dict[tuple[str, str, torch.dtype], str] = {}
@@ -78,38 +80,54 @@ def use(setting: str) -> None:
     asked = parse(setting, "engine.kernels")
     _asked.clear()
     _asked.update(asked)
-    _table.clear()
-    _names.clear()
+    _forget()
 
 
-def implementation(operation: str, x: Tensor) -> Callable[..., Any]:
-    """The function that carries an operation out where ``x`` is.
+@contextmanager
+def only(name: str) -> Iterator[None]:
+    """Inside, this backend alone, whatever anybody asks for."""
+    _forced.append(name)
+    _forget()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        _forget()
+
+
+def implementation(operation: str, x: Tensor, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+    """The function that carries an operation out where ``x`` is, in its dtype or another.
 
     Raises:
         ConfigError: if a backend is asked for that cannot be had there.
     """
-    key = (operation, x.device.type, x.dtype)
+    key = (operation, x.device.type, dtype or x.dtype)
     found = _table.get(key)
     if found is None:
-        name = choose(operation, x.device, x.dtype)
+        name = choose(operation, x.device, key[2])
         found = _table[key] = _load(operation, name)
         _names[key] = name
     return found
 
 
-def backend(operation: str, x: Tensor) -> str:
-    """The name of the backend that carries an operation out where ``x`` is."""
-    implementation(operation, x)
-    return _names[operation, x.device.type, x.dtype]
+def backend(operation: str, x: Tensor, dtype: torch.dtype | None = None) -> str:
+    """The name of the backend that carries an operation out where ``x`` is, in its dtype or another."""
+    implementation(operation, x, dtype)
+    return _names[operation, x.device.type, dtype or x.dtype]
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
     """The choices on a device, for the log: "layer_norm torch, softmax triton, ...", or "torch" if all are alike."""
-    x = torch.empty(0, dtype=dtype, device=device)
-    chosen = {operation: backend(operation, x) for operation in OPERATIONS}
+    chosen = choices(device, dtype)
     if len(set(chosen.values())) == 1:
         return chosen.popitem()[1]
     return ", ".join(f"{operation} {name}" for operation, name in chosen.items())
+
+
+def choices(device: torch.device, dtype: torch.dtype) -> Choices:
+    """The choices on a device, made now if they have not been made."""
+    x = torch.empty(0, dtype=dtype, device=device)
+    return {operation: backend(operation, x) for operation in OPERATIONS}
 
 
 def parse(setting: str, source: str) -> Choices:
@@ -118,11 +136,11 @@ def parse(setting: str, source: str) -> Choices:
     Raises:
         ConfigError: naming ``source``, for what is no operation or no backend of it.
     """
-    if setting in ("", "auto"):
+    if not setting:
         return {}
-    if setting in BACKENDS:
-        return {operation: setting for operation, backends in OPERATIONS.items() if setting in backends}
-    choices: Choices = {}
+    if setting in ("auto", *BACKENDS):
+        return {name: setting for name, backends in OPERATIONS.items() if setting in ("auto", *backends)}
+    found: Choices = {}
     for part in setting.split(","):
         operation, equals, name = (each.strip() for each in part.partition("="))
         if not equals:
@@ -135,13 +153,13 @@ def parse(setting: str, source: str) -> Choices:
                 f"{source} may name {', '.join(OPERATIONS)}, but names '{operation}'"
                 f"{did_you_mean(operation, OPERATIONS)}"
             )
-        if name not in OPERATIONS[operation]:
+        if name not in ("auto", *OPERATIONS[operation]):
             raise ConfigError(
                 f"{source}: {operation} can be {' or '.join(OPERATIONS[operation])}, but is to be '{name}'"
                 f"{did_you_mean(name, OPERATIONS[operation])}"
             )
-        choices[operation] = name
-    return choices
+        found[operation] = name
+    return found
 
 
 def choose(operation: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -150,10 +168,17 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         ConfigError: if a backend is asked for that cannot be had there.
     """
+    if _forced:
+        return _forced[-1]
     asked = {**_asked, **parse(os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)}.get(operation)
+    if asked == "auto":
+        asked = None
     if device.type == "meta":
-        # Counted as on the GPU that is planned for.
-        return preferred(operation, _planned_for[0], dtype, asked) if _planned_for else "torch"
+        # Counted as on the GPU that is planned for; apex's extensions know no such device.
+        name = "torch" if not _planned_for else asked or preferred(operation, _planned_for[0], dtype)
+        if not is_installed(operation, name):
+            raise ConfigError(f"{operation} is to be {name}, which is not installed here, so cannot be counted")
+        return "torch" if name == "apex" else name
     if asked is not None:
         reason = missing(operation, asked, device, dtype)
         if reason is not None:
@@ -175,10 +200,8 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     return "torch"
 
 
-def preferred(operation: str, capability: Capability, dtype: torch.dtype, asked: str | None = None) -> str:
+def preferred(operation: str, capability: Capability, dtype: torch.dtype) -> str:
     """The backend to take on a GPU of this capability, among those installed."""
-    if asked is not None:
-        return asked
     name = MEASURED.get(capability, {}).get(dtype, EXPECTED)[operation]
     installed = [each for each in OPERATIONS[operation] if is_installed(operation, each)]
     if dtype == torch.float64 or not installed:
@@ -220,12 +243,18 @@ def planned_for(capability: Capability | None) -> Iterator[None]:
     """Inside, operations on the meta device take and keep what they do on a GPU of this capability; None: a CPU."""
     before = _planned_for.copy()
     _planned_for[:] = [] if capability is None else [capability]
-    _table.clear()
+    _forget("meta")
     try:
         yield
     finally:
         _planned_for[:] = before
-        _table.clear()
+        _forget("meta")
+
+
+def _forget(kind: str = "") -> None:
+    """Choices made, on one kind of device or on all."""
+    for key in [key for key in _table if kind in ("", key[1])]:
+        del _table[key], _names[key]
 
 
 def kind_of(x: Tensor) -> str:
@@ -251,10 +280,20 @@ def _failure(operation: str, name: str, device: torch.device, dtype: torch.dtype
     """Why a backend does not work here, found out by trying, or None."""
     from deepspeed_nmt.kernels.trial import compare
 
-    try:
-        error = compare(operation, _load(operation, name), _load(operation, "torch"), device, dtype)
-    except Exception as problem:  # a compiler, a driver, an extension: whatever fails, torch works
-        return f"{name} fails on {torch.cuda.get_device_name(device)} ({type(problem).__name__}: {problem})"
+    def tried() -> float | Exception:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return compare(operation, _load(operation, name), _load(operation, "torch"), device, dtype)
+        except Exception as problem:  # a compiler, a driver, an extension: whatever fails, torch works
+            return problem
+
+    # In a thread of its own: whether gradients are wanted, autocast, and what recomputation does to saved tensors are
+    # matters of the caller's thread.
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(tried).result()
+    if isinstance(error, Exception):
+        return f"{name} fails on {torch.cuda.get_device_name(device)} ({type(error).__name__}: {error})"
     if error > (1e-3 if dtype == torch.float32 else 5e-2):
         return f"{name} is wrong by {error:.2g} on {torch.cuda.get_device_name(device)}"
     return None

@@ -28,9 +28,11 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return torch_ops.dropout(x, p) if training else x
 
 
-def takes_bias(x: Tensor) -> bool:
-    """Whether a bias is added at no cost by what follows a matrix product, and so had better be left to it."""
-    return backend("bias_dropout_add", x) != "torch"
+def takes_bias(operation: str, x: Tensor) -> bool:
+    """Whether what follows a matrix product of ``x`` adds a bias at no cost, so that it had better be left to it."""
+    kind = x.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return backend(operation, x, torch.get_autocast_dtype(kind) if autocast else None) != "torch"
 
 
 def bias_dropout_add(

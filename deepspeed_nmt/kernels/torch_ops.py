@@ -19,7 +19,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
-    x = x if bias is None else x + bias
+    x = _plus(x, bias)
     if p > 0.0 and alpha == 1.0 and not _has_fast_dropout(x) and x.dtype == residual.dtype:
         return torch.addcmul(residual, x, _mask(x, p))
     x = dropout(x, p)
@@ -40,14 +40,19 @@ def bias_dropout_add_layer_norm(
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
-    x = x if bias is None else x + bias
-    if p > 0.0 and not _has_fast_dropout(x):
+    x = _plus(x, bias)
+    if p > 0.0:
         return _ReluDropout.apply(x, p)  # type: ignore[no-any-return,no-untyped-call]
-    return dropout(F.relu(x), p)
+    return F.relu(x)
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
-    return dropout(F.gelu(x if bias is None else x + bias), p)
+    return dropout(F.gelu(_plus(x, bias)), p)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """With the bias, in the dtype of ``x``: under autocast that is the narrower one."""
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -56,8 +61,9 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_BHTS.device).tril(keys - queries)
     if mask is None:
         return torch.softmax(scores_BHTS * scale, dim=-1)
-    # The lowest number instead of -inf: a query that sees nothing has weights, which are then taken away.
-    lowest = torch.finfo(scores_BHTS.dtype).min
+    # Not -inf: a query that sees nothing has weights, which are then taken away. Not the lowest number either: with a
+    # score added to it, it would be.
+    lowest = torch.finfo(scores_BHTS.dtype).min / 2
     hidden = torch.zeros(mask.shape, dtype=scores_BHTS.dtype, device=mask.device).masked_fill_(~mask, lowest)
     weights_BHTS = torch.softmax(torch.add(hidden, scores_BHTS, alpha=scale), dim=-1)
     sees = mask.any(dim=-1, keepdim=True)
@@ -105,9 +111,10 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        mask = _mask(x, p)
-        ctx.scale = 65536.0 / (65536 - round(p * 65536))
-        y = torch.relu(x).mul_(mask)
+        if _has_fast_dropout(x):
+            y, ctx.scale = F.dropout(torch.relu(x), p, training=True), 1.0 / (1.0 - p)
+        else:
+            y, ctx.scale = torch.relu(x).mul_(_mask(x, p)), 65536.0 / (65536 - round(p * 65536))
         ctx.save_for_backward(y)
         return y
 

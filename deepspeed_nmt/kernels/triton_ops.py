@@ -226,7 +226,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (weights_BHTS,) = ctx.saved_tensors
         keys = weights_BHTS.shape[-1]
-        count = weights_BHTS.numel() // keys
+        count = weights_BHTS.numel() // max(1, keys)
         d_scores_BHTS = torch.empty_like(weights_BHTS)
         launch = _tile(count, keys)
         tensors = (gradients[0].contiguous(), weights_BHTS, d_scores_BHTS)
@@ -275,7 +275,7 @@ def _power_of_two(size: int) -> int:
 
 def _block(width: int) -> int:
     assert width <= _WIDEST, f"rows of up to {_WIDEST} elements fit a program, but these have {width}"
-    return _power_of_two(width)
+    return _power_of_two(max(1, width))
 
 
 def _warps(block: int) -> int:
@@ -287,7 +287,7 @@ def _tile(rows: int, keys: int) -> dict[str, int]:
     """Short rows share a program; those of the interpreter are larger, since it pays for each."""
     block = _block(keys)
     size = 65536 if interpreting() else 2048
-    together = min(max(1, size // block), _power_of_two(rows))
+    together = min(max(1, size // block), _power_of_two(max(1, rows)))
     return {"ROWS": together, "BLOCK": block, "num_warps": _warps(together * block)}
 
 

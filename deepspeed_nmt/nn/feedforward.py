@@ -29,6 +29,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up_proj = Linear(dim, ffn_dim)
         self.down_proj = Linear(ffn_dim, dim)
+        self.operation = f"bias_{activation}_dropout"
         self.activation = ops.bias_relu_dropout if activation == "relu" else ops.bias_gelu_dropout
         self.dropout_p = dropout_p
 
@@ -39,5 +40,6 @@ class FeedForward(nn.Module):
 
     def inner(self, x: Tensor) -> Tensor:
         """The inner units' outputs. Shape: (..., D) -> (..., F)"""
-        active: Tensor = self.up_proj(x, lambda h, bias: self.activation(h, bias, self.dropout_p, self.training))
+        then = Epilogue(self.operation, lambda h, bias: self.activation(h, bias, self.dropout_p, self.training))
+        active: Tensor = self.up_proj(x, then)
         return active

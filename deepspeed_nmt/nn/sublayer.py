@@ -91,7 +91,8 @@ class Residual(nn.Module):
 
     def closing(self, x: Tensor) -> Epilogue:
         """What joins a sub-layer's output with its input ``x``. Shape: (..., D) -> a function of (..., D)"""
-        return lambda output, bias: self.close(x, output, bias)
+        operation = "bias_dropout_add" if self.style == "pre" else "bias_dropout_add_layer_norm"
+        return Epilogue(operation, lambda output, bias: self.close(x, output, bias))
 
     def close(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
         """Join the sub-layer's output, plus a bias of it, with its input. Shape: (..., D), (..., D) -> (..., D)."""

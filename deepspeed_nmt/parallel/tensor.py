@@ -211,7 +211,7 @@ class _RowParallelLinear(Linear):
         partial_sum = F.linear(x, self.weight)
         whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
         if then is not None:
-            return then(whole, self.bias)
+            return then.apply(whole, self.bias)
         return whole if self.bias is None else whole + self.bias
 
 

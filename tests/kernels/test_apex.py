@@ -12,6 +12,14 @@ from torch import Tensor
 from deepspeed_nmt.kernels import apex_ops, torch_ops
 
 
+def rows_a_block(keys: int) -> int:
+    """As apex's headers compute it: 128 threads a block, a warp or a part of one for each row, or two short ones."""
+    width = 1
+    while width < keys:
+        width *= 2
+    return (128 // (width if width < 32 else 32)) * (2 if width <= 128 else 1)
+
+
 @pytest.fixture(autouse=True)
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -19,10 +27,12 @@ def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
 
     def masked(scores: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        assert scores.shape[2] > 1 and scores.shape[2] % rows_a_block(scores.shape[3]) == 0
         assert hidden.dtype == torch.uint8 and hidden.shape == (scores.shape[0], 1, *scores.shape[2:])
         return torch.softmax((scores * scale).masked_fill(hidden.bool(), -10000.0), -1)
 
     def causal(scores: Tensor, scale: float) -> Tensor:
+        assert scores.shape[0] % rows_a_block(scores.shape[2]) == 0
         assert scores.dim() == 3 and scores.shape[1] == scores.shape[2]
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
         return torch.softmax((scores * scale).masked_fill(~seen, -10000.0), -1)
@@ -53,10 +63,10 @@ def test_layer_norm() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_softmax_and_its_gradient(causal: bool, masked: bool) -> None:
     torch.manual_seed(1)
-    scores = torch.randn(2, 3, 4, 4).half().requires_grad_()
-    mask = (
-        torch.tensor([[True, True, False, False], [False] * 4])[:, None, None, :] if masked and not causal else None
-    )
+    scores = torch.randn(2, 32, 64, 64).half().requires_grad_()
+    mask = None
+    if masked and not causal:
+        mask = torch.arange(64)[None, None, None, :] < torch.tensor([40, 0])[:, None, None, None]
     ours = apex_ops.softmax(scores, mask, causal, 0.5)
     theirs = torch_ops.softmax(scores, mask, causal, 0.5)
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)
@@ -74,6 +84,8 @@ def test_softmax_and_its_gradient(causal: bool, masked: bool) -> None:
         (torch.float32, 4, False, False),
         (torch.float16, 4096, False, False),
         (torch.float16, 6, True, False),
+        (torch.float16, 4, True, False),
+        (torch.float16, 72, False, False),
         (torch.float16, 4, False, True),
     ],
 )

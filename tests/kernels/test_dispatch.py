@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError
@@ -133,6 +134,69 @@ def test_a_cpu_and_fp64_get_torch(machine: Machine, monkeypatch: pytest.MonkeyPa
     dispatch.use("apex")
     with pytest.raises(ConfigError, match="apex needs a CUDA device"):
         chosen(CPU)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference", "autocast", "checkpoint"])
+def test_a_trial_is_not_disturbed_by_where_it_is_made(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    load = dispatch._load
+    monkeypatch.setattr(dispatch, "_load", lambda operation, name: load(operation, "torch"))
+    found: list[str | None] = []
+
+    def first_use(x: torch.Tensor) -> torch.Tensor:
+        found.extend(dispatch._failure(operation, "triton", CPU, torch.float32) for operation in dispatch.OPERATIONS)
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    if how == "checkpoint":
+        checkpoint(first_use, x, use_reentrant=False).sum().backward()
+        assert x.grad is not None and len(found) == 2 * len(dispatch.OPERATIONS)
+    elif how == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first_use(x)
+    else:
+        with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+            first_use(x)
+    assert found and set(found) == {None}
+
+
+def test_planning_leaves_the_choices_for_real_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen_for: list[torch.device] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *a: chosen_for.append(a[1]) or choose(*a))
+    dispatch.choices(CPU, torch.float32)
+    with dispatch.planned_for((8, 0)):
+        dispatch.choices(torch.device("meta"), torch.float32)
+    dispatch.choices(CPU, torch.float32)
+    assert [device.type for device in chosen_for].count("cpu") == len(dispatch.OPERATIONS)
+
+
+def test_one_backend_alone_wins_over_all_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "triton")
+    with dispatch.only("torch"):
+        assert set(chosen(CPU).values()) == {"torch"}
+
+
+def test_automatic_in_the_environment_wins_too(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine((8, 0), {"triton"})
+    dispatch.use("torch")
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "auto")
+    assert chosen() == dispatch.EXPECTED
+    monkeypatch.setenv(dispatch.ENVIRONMENT, "softmax=auto")
+    assert chosen()["softmax"] == "triton" and chosen()["cross_entropy"] == "torch"
+
+
+def test_a_plan_with_kernels_that_are_not_installed_says_so(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine((8, 0), set())
+    words = ["plan", "--recipe", "transformer_base", "--gpu", "v100-32g", "model.encoder_layers=1"]
+    assert main([*words, "engine.kernels=softmax=triton"]) == 2
+    assert "softmax is to be triton, which is not installed here" in capsys.readouterr().err
+    assert main([*words, "engine.kernels=tritn"]) == 2
+    assert "engine.kernels: it must be auto, one of torch, triton, apex" in capsys.readouterr().err
+    machine((8, 0), {"apex", *APEX})
+    assert main([*words, "model.decoder_layers=1"]) == 0, "apex knows no meta device: its tensors are like torch's"
 
 
 @pytest.mark.parametrize(

@@ -62,3 +62,21 @@ def test_sixteen_bit_masks_are_as_good(dtype: torch.dtype) -> None:
     y = torch_ops.dropout(torch.ones(100_000, dtype=dtype), 0.1)
     assert float((y == 0).double().mean()) == pytest.approx(0.1, abs=0.004)
     assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.9).to(dtype))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("score", [-4000.0, -40.0, 0.0, 4000.0])
+def test_a_query_that_sees_nothing_gets_zeros_whatever_its_scores(dtype: torch.dtype, score: float) -> None:
+    scores = torch.full((2, 1, 2, 4), score, dtype=dtype, requires_grad=True)
+    mask = torch.tensor([True, True, True, False])[None, None, None, :].repeat(2, 1, 1, 1)
+    mask[1] = False
+    weights = torch_ops.softmax(scores, mask, False, 0.5)
+    third = torch.full((3,), 1 / 3, dtype=dtype)
+    assert torch.allclose(weights[0, 0, 0, :3], third, rtol=1e-2) and not weights[0, ..., 3].any()
+    assert not weights[1].any()
+    (gradient,) = torch.autograd.grad(weights, scores, torch.ones_like(weights))
+    assert bool(torch.isfinite(gradient).all())
+
+
+def test_no_rows() -> None:
+    assert torch_ops.softmax(torch.empty(0, 2, 3, 4), None, False, 1.0).shape == (0, 2, 3, 4)

@@ -162,6 +162,7 @@ def test_nothing_is_done_to_no_rows(device: torch.device) -> None:
     y = triton_ops.bias_relu_dropout(x, torch.zeros(8, device=device), 0.1)
     y.sum().backward()
     assert y.shape == (0, 8) and x.grad is not None
+    assert triton_ops.softmax(torch.empty(0, 2, 3, 4, device=device), None, True, 1.0).shape == (0, 2, 3, 4)
 
 
 def test_what_is_not_a_number_is_not_hidden(device: torch.device) -> None:

@@ -1,0 +1,84 @@
+"""The whole job killed at random moments, half of them while it writes a checkpoint: only time is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import assert_same, free_port, rank_environment, run_ranks
+
+RANKS = 2
+
+
+class Run:
+    """A run on two ranks that is started again and again."""
+
+    def __init__(self, data: Path, path: Path, scratch: Path, *settings: str) -> None:
+        self.path, self._scratch = path, scratch
+        words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(path), *settings]
+        self.command = ["-m", "deepspeed_nmt", *words, "engine.name=plain", "training.save_every=4"]
+        self.command += ["training.validate_every=100000", "validation.bleu=false", "collapse.every=0"]
+
+    def updates(self) -> list[int]:
+        """Of the checkpoints there are, whole ones alone."""
+        names = [path.name for path in self.path.glob("checkpoints/update-*")]
+        return sorted(int(name.removeprefix("update-")) for name in names if re.fullmatch(r"update-\d+", name))
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(not re.fullmatch(r"update-\d+", path.name) for path in self.path.glob("checkpoints/*update-*"))
+
+    def killed(self, during_save: bool, delay: float) -> None:
+        """Start the job, let it come further than before, and kill all of it at once."""
+        before = max(self.updates(), default=0)
+        port = free_port()
+        logs = [self._scratch / f"rank{rank}.log" for rank in range(RANKS)]
+        processes = []
+        for rank, log in enumerate(logs):
+            environment = rank_environment(rank, RANKS, port, self._scratch)
+            with log.open("wb") as stream:
+                command = [sys.executable, *self.command, "training.max_updates=100000"]
+                processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
+        try:
+            deadline = time.monotonic() + 60
+            while max(self.updates(), default=0) <= before or (during_save and not self.saving()):
+                assert all(process.poll() is None for process in processes), logs[0].read_text()
+                assert time.monotonic() < deadline, logs[0].read_text()
+                if max(self.updates(), default=0) <= before:
+                    time.sleep(0.01)
+            time.sleep(delay)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            for process in processes:
+                process.wait()
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(
+    kills: int, data: Path, small: list[str], tmp_path: Path
+) -> None:
+    dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
+    run = Run(data, tmp_path / "run", tmp_path, *small)
+    caught = 0
+    for number in range(kills):
+        during_save = number % 2 == 0
+        run.killed(during_save, dice.uniform(0.0, 0.01 if during_save else 0.4))
+        caught += run.saving()
+    assert caught >= kills / 10, "hardly any were killed while a checkpoint was half written"
+    end = max(run.updates()) + 6
+    last = f"training.max_updates={end}"
+    run_ranks([*run.command, last], RANKS, tmp_path, timeout=120)
+    straight = Run(data, tmp_path / "straight", tmp_path, *small)
+    run_ranks([*straight.command, last], RANKS, tmp_path, timeout=300)
+    assert_same(run.path, straight.path, end)
+    assert not run.saving(), "what was half written is gone"
