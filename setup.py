@@ -31,5 +31,6 @@ setup(
         "tensorboard>=2.17",
         "tqdm>=4.66",
     ],
+    extras_require={"moses": ["sacremoses>=0.1.1"]},  # launch/data/
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},
 )

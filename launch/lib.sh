@@ -32,6 +32,32 @@ use_venv() { if [ -x "$VENV/bin/python" ]; then export PATH="$VENV/bin:$PATH"; f
 # A TCP port that nobody listens on just now.
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
+# run_ranks COMMAND...: run DeepSpeed's launcher and return its status. Ctrl-C or SIGTERM asks the ranks of this host to
+# save and stop, instead of having the launcher kill them; a second one ends them at once.
+run_ranks() {
+    local group status asked=0 heard
+    trap '' USR1 # inherited: the launcher ignores it, the ranks listen to it
+    setsid "$@" &
+    group=$!
+    trap 'heard=yes asked=$((asked + 1)); stop_ranks "$group" "$asked"' INT TERM
+    while :; do
+        heard="" status=0
+        wait "$group" || status=$?
+        [ -n "$heard" ] || break
+    done
+    trap - INT TERM USR1
+    return "$status"
+}
+
+stop_ranks() { # GROUP TIMES
+    if [ "$2" = 1 ]; then
+        say "saving, then stopping; once more, and it stops at once"
+        kill -USR1 -- "-$1" 2>/dev/null || true
+    else
+        kill -TERM -- "-$1" 2>/dev/null || true
+    fi
+}
+
 # One line "compute capability, driver version" per NVIDIA GPU; nothing where there is none.
 list_gpus() {
     command -v nvidia-smi >/dev/null || return 0

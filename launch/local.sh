@@ -40,4 +40,4 @@ if [ "$gpus" = 0 ]; then
 fi
 ranks="${ranks:-$gpus}"
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
-exec deepspeed --num_gpus "$ranks" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"
+run_ranks deepspeed --num_gpus "$ranks" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"

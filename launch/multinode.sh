@@ -10,7 +10,7 @@
 #   --interface IF    network interface of the ranks' own traffic, for NCCL and Gloo [their choice]
 #
 # With ssh (pdsh is needed, and a key without a passphrase) it is started on one host, and the repository, the data
-# and the run have the same paths on all. $VENV as in launch/local.sh. Ctrl-C saves and stops.
+# and the run have the same paths on all. $VENV as in launch/local.sh. Ctrl-C on one host lets all save and stop.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -53,4 +53,8 @@ else
     export DS_ENV_FILE="$environment"
 fi
 say "$(grep -cE '^[^#]+slots=' "$hostfile") hosts, meeting at $master:$port"
-deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"
+if [ -n "$node_rank" ]; then
+    run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"
+else
+    deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"
+fi

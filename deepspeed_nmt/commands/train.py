@@ -46,12 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.commands.training import train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
     from deepspeed_nmt.parallel.agreement import together
-    from deepspeed_nmt.parallel.launched import once_a_host
+    from deepspeed_nmt.parallel.launched import build_apart, once_a_host
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import LOGS, RunLock, begin
     from deepspeed_nmt.train.signals import StopRequest
 
+    build_apart()
     with once_a_host():
         config, data, origin = _read(arguments)
     world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)

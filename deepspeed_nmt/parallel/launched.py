@@ -7,9 +7,11 @@ SLURM_NTASKS and SLURM_LOCALID. A process started by plain `python` is alone.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, UserError
@@ -55,6 +57,16 @@ def _number(name: str) -> int:
             "`deepspeed`, `torchrun` or `srun`"
         )
     return int(text)
+
+
+def build_apart() -> None:
+    """Have extensions that are compiled on the way built in a directory of this start alone, unless one is set.
+
+    A build that was killed leaves a lock behind on which every later one in the same directory waits for ever. The
+    processes of a host have a parent in common, by which they find the same directory.
+    """
+    name = f"torch_extensions-{os.getuid()}-{os.getppid()}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir(), name)))
 
 
 @contextmanager

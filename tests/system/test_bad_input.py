@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.runs import RunLock
 from deepspeed_nmt.train import checkpoint
@@ -261,3 +263,26 @@ def test_a_translation_replaces_the_output_only_when_complete(
     # The input itself may be the output.
     assert main([*words, str(text)]) == 0
     assert len(text.read_text(encoding="utf-8").split("\n")) == len(before.split("\n"))
+
+
+def test_a_run_directory_that_cannot_be_written(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], capture_output=True).returncode == 0
+    if not mounted:
+        pytest.skip("needs root: a file system that is read-only for everybody")
+    words = ["train", "--data", str(data), "--run", str(place / "run"), *small]
+    try:
+        assert main([*words, "training.max_updates=4"]) == 0
+        setup_logging()  # as at the end of a process: no file is open
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        capsys.readouterr()
+        assert main(words) == 1
+        said = capsys.readouterr().err
+        assert "Read-only file system" in said and str(place / "run") in said and "Traceback" not in said
+        subprocess.run(["mount", "-o", "remount,rw", place], check=True)
+        assert main(words) == 0, "nothing was lost"
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)

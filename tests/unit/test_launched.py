@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError, ReportedError
 from deepspeed_nmt.parallel import launched
-from deepspeed_nmt.parallel.launched import once_a_host, place
+from deepspeed_nmt.parallel.launched import build_apart, once_a_host, place
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
@@ -55,3 +57,12 @@ def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ReportedError) as reported, once_a_host():
         raise ConfigError("wrong")
     assert reported.value.status == 2
+
+
+def test_extensions_are_built_where_no_stale_lock_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    build_apart()
+    assert os.environ["TORCH_EXTENSIONS_DIR"].endswith(f"-{os.getppid()}"), "all ranks of a host have this parent"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
+    build_apart()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
