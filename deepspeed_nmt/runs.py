@@ -254,7 +254,10 @@ class RunLock:
         self._file.close()
 
 
-def environment() -> dict[str, object]:
+_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_COUNT")
+
+
+def environment() -> dict[str, Any]:
     """What a run ran on: versions, devices, git state, command."""
     packages = ("torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic")
     versions = {name: _version(name) for name in packages}
@@ -268,7 +271,17 @@ def environment() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "git": _git(),
         "command": sys.argv,
+        "slurm": {name: value for name, value in os.environ.items() if name in _SLURM},
     }
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """What the log says of an environment at each start."""
+    job = found["slurm"].get("SLURM_JOB_ID")
+    return (
+        f"deepspeed_nmt {found['deepspeed_nmt']} (git {found['git'] or 'unknown'}), torch {found['packages']['torch']} "
+        f"on {platform.node()}{f', job {job}' if job else ''}"
+    )
 
 
 def _version(name: str) -> str | None:

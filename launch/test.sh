@@ -33,7 +33,8 @@ if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     for package in munge slurmctld slurmd slurm-client iproute2 procps shellcheck; do
         dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
-    [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
+    [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||
+        complain "apt-get could not install ${missing[*]}; tests that need one of them say that they are skipped"
 fi
 install "${LOCK:-$(choose_lock)}" test
 

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.parallel.launched import build_apart, once_a_host
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import LOGS, RunLock, begin
+    from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
     from deepspeed_nmt.train.signals import StopRequest
 
     build_apart()
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                 begin(arguments.run, config, data)
         with together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
+        logger.info("%s", summary(environment()))
         engine = config.engine
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
         with StopRequest() as stop, watchdog:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.errors import EXIT_RANK_LOST
-from tests.support import ROOT, free_port, rank_environment
+from tests.support import ROOT, free_port, rank_environment, run_ranks
 
 RANKS = 3
 Start = Callable[..., list[subprocess.Popen[bytes]]]
@@ -108,3 +108,27 @@ def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> 
     assert "done: 10 updates" in said(tmp_path, 0)
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert "done: 10 updates" in log and "INFO" in log
+
+
+def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(
+    data: Path, small: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small]
+    words += ["engine.name=plain", "training.save_every=3", "training.validate_every=100", "validation.bleu=false"]
+    environment = {**rank_environment(0, 1, free_port(), tmp_path), "TROUBLE": "0:5:hang"}
+    with (tmp_path / "rank0.log").open("wb") as log:
+        command = [sys.executable, str(ROOT / "tests/system/troubled_worker.py"), *words, "collapse.every=0"]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        saved(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(2.5)  # later than what counts as the same request
+        assert process.poll() is None, "it waits for the update to end, which this one never does"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    run_ranks(["-m", "deepspeed_nmt", *words, "collapse.every=0"], 1, tmp_path, timeout=60)
+    said_now = (run / "logs/rank-0.log").read_text()
+    assert "resuming after update 3" in said_now and "done: 12 updates" in said_now
