@@ -277,11 +277,9 @@ def environment() -> dict[str, Any]:
 
 def summary(found: Mapping[str, Any]) -> str:
     """What the log says of an environment at each start."""
-    job = found["slurm"].get("SLURM_JOB_ID")
-    return (
-        f"deepspeed_nmt {found['deepspeed_nmt']} (git {found['git'] or 'unknown'}), torch {found['packages']['torch']} "
-        f"on {platform.node()}{f', job {job}' if job else ''}"
-    )
+    job, versions = found["slurm"].get("SLURM_JOB_ID"), found["packages"]
+    ours = f"deepspeed_nmt {found['deepspeed_nmt']} (git {found['git'] or 'unknown'})"
+    return f"{ours}, torch {versions['torch']} on {platform.node()}{f', job {job}' if job else ''}"
 
 
 def _version(name: str) -> str | None:
