@@ -28,7 +28,10 @@ class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes log lines above a progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:  # whoever read our messages is gone: that must not end the work
+            self.handleError(record)
 
 
 def setup_logging(rank: int = 0) -> None:

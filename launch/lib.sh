@@ -39,20 +39,22 @@ run_ranks() {
     trap '' USR1 # inherited: the launcher ignores it, the ranks listen to it
     setsid "$@" &
     group=$!
-    trap 'heard=yes asked=$((asked + 1)); stop_ranks "$group" "$asked"' INT TERM
+    trap 'heard=yes asked=$((asked + 1)); stop_ranks "$group" "$asked"' INT TERM HUP
+    trap '' PIPE
     while :; do
         heard="" status=0
         wait "$group" || status=$?
         [ -n "$heard" ] || break
     done
-    trap - INT TERM USR1
+    trap - INT TERM HUP USR1 PIPE
     return "$status"
 }
 
 stop_ranks() { # GROUP TIMES
+    # The signal first: whoever read our messages may have gone with the same Ctrl-C.
     if [ "$2" = 1 ]; then
-        say "saving, then stopping; once more, and it stops at once"
         kill -USR1 -- "-$1" 2>/dev/null || true
+        (say "saving, then stopping; once more, and it stops at once") 2>/dev/null || true
     else
         kill -TERM -- "-$1" 2>/dev/null || true
     fi

@@ -39,5 +39,13 @@ if [ "$gpus" = 0 ]; then
     settings=(engine.device=cpu)
 fi
 ranks="${ranks:-$gpus}"
+where=(--num_gpus "$ranks")
+if [ "$gpus" != 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    # DeepSpeed would forget which GPUs are ours.
+    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers such as 0,1, but is $CUDA_VISIBLE_DEVICES" ;; esac
+    visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
+    ranks="$(wc -l <<<"$visible")"
+    where=(--include "localhost:$(paste -sd, <<<"$visible")")
+fi
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
-run_ranks deepspeed --num_gpus "$ranks" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"
+run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"

@@ -10,7 +10,10 @@
 #   --interface IF    network interface of the ranks' own traffic, for NCCL and Gloo [their choice]
 #
 # With ssh (pdsh is needed, and a key without a passphrase) it is started on one host, and the repository, the data
-# and the run have the same paths on all. $VENV as in launch/local.sh. Ctrl-C on one host lets all save and stop.
+# and the run have the same paths on all. $VENV as in launch/local.sh.
+#
+# With --node-rank, Ctrl-C on one host lets all save and stop. By ssh it does not: DeepSpeed then ends the ranks, and the
+# run goes on from its last checkpoint.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh

@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
     from deepspeed_nmt.train.signals import StopRequest
 
-    build_apart()
     with once_a_host():
+        build_apart()
         config, data, origin = _read(arguments)
     world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)
     setup_logging(world.rank)

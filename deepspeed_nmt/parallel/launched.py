@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,10 +63,20 @@ def build_apart() -> None:
     """Have extensions that are compiled on the way built in a directory of this start alone, unless one is set.
 
     A build that was killed leaves a lock behind on which every later one in the same directory waits for ever. The
-    processes of a host have a parent in common, by which they find the same directory.
+    ranks of a host have a parent in common, by which they find the same directory.
     """
-    name = f"torch_extensions-{os.getuid()}-{os.getppid()}"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir(), name)))
+    if "TORCH_EXTENSIONS_DIR" in os.environ:
+        return
+    start = os.getpid() if place().ranks == 1 else os.getppid()
+    name = f"torch_extensions-{os.getuid()}-{start}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    directory = Path(tempfile.gettempdir(), name)
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if directory.stat().st_uid != os.getuid():
+        raise ConfigError(
+            f"{directory} belongs to somebody else; set TORCH_EXTENSIONS_DIR to a directory of your own"
+        )
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
 
 
 @contextmanager

@@ -27,11 +27,14 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError, TrainingError, UserError
+from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError
 from deepspeed_nmt.parallel.world import World
 
-_KEY = "watchdog"
+# Under torchrun a store outlives the ranks that it starts anew.
+_KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _GONE = "rank 0, with which all ranks talk, is gone or stopped: {}"
+_GRACE = 1.5
+"""So many times the others look at the store before rank 0 takes it away."""
 _MESSAGE = "%s. All ranks stop; start the same command again to go on from the last checkpoint"
 
 
@@ -61,6 +64,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._answered = time.monotonic()
         self._ended = threading.Event()
+        self._failing = False
         self._store: Any = None
 
     def at(self, what: str, slow: bool = False) -> None:
@@ -88,7 +92,7 @@ class Watchdog:
     ) -> None:
         if not self._threads:
             return
-        if isinstance(error, Exception) and not isinstance(error, (ReportedError, UserError, TrainingError)):
+        if isinstance(error, Exception) and not isinstance(error, ReportedError):
             self._failed(error)
         self._ended.set()
         for thread in self._threads:
@@ -103,10 +107,12 @@ class Watchdog:
             # Who is to blame gives no sign of life, or says so at this moment.
             self._ended.wait(self._silent_s + 3 * self._interval_s)
             return
+        self._failing = True  # this rank ends by itself, and says why
+        logger.info("failed in %s", self._at[0], exc_info=error)
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         self._pass_verdict(f"rank {self._world.rank} on {socket.gethostname()} failed in {self._at[0]}: {text}")
         if self._world.is_main:  # the store goes with it
-            self._ended.wait(2 * self._interval_s)
+            self._ended.wait(_GRACE * self._interval_s)
 
     def _guard(self) -> None:
         """See to it that the store answers."""
@@ -117,7 +123,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Tell the others, and hear what is to be done."""
         heard = {rank: (-1, time.monotonic(), "") for rank in range(self._world.ranks)}
-        beat = 0
+        beat, main = 0, (-1, time.monotonic())
         while not self._ended.wait(self._interval_s):
             beat += 1
             try:
@@ -125,11 +131,22 @@ class Watchdog:
                 verdict = self._verdict()
                 if not verdict and self._world.is_main and (verdict := self._judge(heard)):
                     self._pass_verdict(verdict)
+                elif not verdict:
+                    main = self._heard_of_main(main)
+                    if time.monotonic() - main[1] > self._silent_s + self._interval_s:
+                        verdict = _GONE.format(f"no sign of life for {self._silent_s:.0f} s")
                 self._answered = time.monotonic()
             except Exception as problem:  # of the store
                 verdict = "" if self._ended.is_set() else _GONE.format(str(problem).split("\n")[0])
             if verdict:
                 self._stop(verdict)
+
+    def _heard_of_main(self, before: tuple[int, float]) -> tuple[int, float]:
+        """Rank 0's last beat, and when it was new: the store can answer where rank 0 does not."""
+        said = json.loads(self._store.get(f"{_KEY}/0")) if self._store.check([f"{_KEY}/0"]) else {}
+        if said.get("done") or said.get("beat", -1) != before[0]:
+            return said.get("beat", -1), time.monotonic()
+        return before
 
     def _tell(self, beat: int) -> None:
         what, step, since, may_take_s = self._at
@@ -181,11 +198,16 @@ class Watchdog:
         return f"rank {last_rank} is stuck in {told['at']} on {told['host']}, which takes longer than it may"
 
     def _stop(self, verdict: str) -> None:
+        if self._failing:
+            return
+        # Rank 0 is the last: the store goes with it. Whatever becomes of the message, the end comes.
+        stay_s = _GRACE * self._interval_s if self._world.is_main else 0.0
+        threading.Timer(stay_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
         if self._world.local_rank == 0:
             logger.error(_MESSAGE, verdict)
         else:
             logger.info(_MESSAGE, verdict)
-        time.sleep(min(2.0, self._interval_s) if self._world.rank == 0 else 0.0)  # the store goes last
+        time.sleep(stay_s)
         self._leave(EXIT_RANK_LOST)
 
 

@@ -10,6 +10,7 @@ import argparse
 import gzip
 import hashlib
 import html
+import http.client
 import io
 import itertools
 import os
@@ -20,6 +21,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -56,7 +58,7 @@ ARCHIVES = {
     "dev.tgz": (
         f"{DATA}/wmt19/translation-task", "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
     ),
-    "de-en.tgz": ("https://wit3.fbk.eu/archive/2014-01/texts/de/en", ""),
+    "de-en.tgz": ("http://dl.fbaipublicfiles.com/fairseq/data/iwslt14", ""),
 }  # fmt: skip
 
 
@@ -79,6 +81,7 @@ class Task:
 
     Attributes:
         every: this many training pairs, the last of each, are the validation set instead; 0 none.
+        normalise: as is usual for WMT: punctuation normalised, control characters removed, words split at dashes.
         longest, ratio: of a training pair, in Moses' tokens.
     """
 
@@ -89,6 +92,7 @@ class Task:
     valid: list[Part] = field(default_factory=list)
     every: int = 0
     lowercase: bool = False
+    normalise: bool = True
     vocab_size: int = 40_000
     longest: int = 250
     ratio: float = 9.0
@@ -140,7 +144,7 @@ TASKS = {
     "iwslt14_deen": Task(
         "de", "en", [Part("de-en.tgz", "de-en/train.tags.de-en.{}")],
         [Part("de-en.tgz", f"de-en/IWSLT14.{talk}.de-en.{{}}.xml") for talk in _TALKS],
-        every=23, lowercase=True, vocab_size=10_000, longest=175, ratio=1.5,
+        every=23, lowercase=True, normalise=False, vocab_size=10_000, longest=175, ratio=1.5,
     ),
 }  # fmt: skip
 
@@ -163,8 +167,9 @@ def main() -> int:
     try:
         paths = _archives(task, out, arguments.archives)
         _extract(task, paths, out / "raw")
+        _note(paths, out / "SHA256SUMS")
         _moses(task, out / "raw", out / "text", arguments.threads)
-    except (OSError, ValueError, tarfile.TarError) as problem:
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, http.client.HTTPException) as problem:
         return _complain(str(problem))
     return _prepare(task, out, arguments.vocab_size or task.vocab_size, arguments.threads)
 
@@ -219,8 +224,7 @@ def _fetch(url: str, path: Path) -> None:
 def _verify(path: Path, published: str, ours: bool, notes: Path) -> None:
     """Compare an archive with its published checksum, or with what was noted when it was first seen."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(file)
-    notes.parent.mkdir(parents=True, exist_ok=True)
+        found = _sha256(file)
     noted = dict(reversed(line.split()) for line in notes.read_text().splitlines()) if notes.exists() else {}
     wanted = noted.get(path.name) or ("" if ours else published)
     if wanted and found != wanted:
@@ -229,9 +233,15 @@ def _verify(path: Path, published: str, ours: bool, notes: Path) -> None:
         )
     if ours and published and found != published:
         _say(f"{path.name} is not the published archive (SHA-256 {found}); it is taken as it is")
-    if path.name not in noted:
-        with notes.open("a") as file:
-            file.write(f"{found}  {path.name}\n")
+
+
+def _note(paths: dict[str, Path], notes: Path) -> None:
+    """Write down the checksums of archives that held what they should, so that others by their names are noticed."""
+    noted = {line.split()[1] for line in notes.read_text().splitlines()} if notes.exists() else set()
+    for name, path in paths.items():
+        if name not in noted:
+            with path.open("rb") as file, notes.open("a") as out:
+                out.write(f"{_sha256(file)}  {name}\n")
 
 
 def _sha256(file: IO[bytes]) -> str:
@@ -300,13 +310,11 @@ def _moses(task: Task, raw: Path, text: Path, threads: int) -> None:
             continue
         _say(f"Moses: {split}")
         with ProcessPoolExecutor(threads) as pool:
-            sides = [
-                _tokenised(raw / f"{split}.{language}", language, task.lowercase, pool) for language in languages
-            ]
+            sides = [_tokenised(raw / f"{split}.{language}", language, task, pool) for language in languages]
             _split(zip(*sides, strict=True), files, task if split == "train" else None)
 
 
-def _tokenised(path: Path, language: str, lowercase: bool, pool: ProcessPoolExecutor) -> Iterator[str]:
+def _tokenised(path: Path, language: str, task: Task, pool: ProcessPoolExecutor) -> Iterator[str]:
     """Its lines, in order; a few blocks ahead of the reader and no more, whatever the file's size."""
 
     def blocks() -> Iterator[list[str]]:
@@ -314,7 +322,7 @@ def _tokenised(path: Path, language: str, lowercase: bool, pool: ProcessPoolExec
             while block := list(itertools.islice(file, 2000)):
                 yield block
 
-    work = partial(_tokenise, language=language, lowercase=lowercase)
+    work = partial(_tokenise, language=language, lowercase=task.lowercase, normalise=task.normalise)
     pending = []
     for block in blocks():
         pending.append(pool.submit(work, block))
@@ -324,17 +332,19 @@ def _tokenised(path: Path, language: str, lowercase: bool, pool: ProcessPoolExec
         yield from done.result()
 
 
-def _tokenise(lines: list[str], language: str, lowercase: bool) -> list[str]:
-    """normalize-punctuation, remove-non-printing-char, tokenizer -a, and lowercase."""
+def _tokenise(lines: list[str], language: str, lowercase: bool, normalise: bool) -> list[str]:
+    """normalize-punctuation, remove-non-printing-char and tokenizer -a, or tokenizer alone; and lowercase."""
+    import regex
     from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
-    normalizer = MosesPunctNormalizer(language, post_remove_control_chars=True)
+    normalizer = MosesPunctNormalizer(language)
     tokenizer = MosesTokenizer(language)
     found = []
     for line in lines:
-        tokens = tokenizer.tokenize(
-            normalizer.normalize(line.strip()), aggressive_dash_splits=True, return_str=True, escape=True
-        )
+        text = line.strip()
+        if normalise:  # a control character becomes a space: what it stood between stays apart
+            text = regex.sub(r"\p{C}", " ", normalizer.normalize(text))
+        tokens = tokenizer.tokenize(text, aggressive_dash_splits=normalise, return_str=True, escape=True)
         found.append(tokens.lower() if lowercase else tokens)
     return found
 

@@ -154,9 +154,19 @@ def test_a_chain_of_jobs_prepares_trains_and_translates(cluster: Cluster, data: 
 def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     recipes = "transformer_base,transformer_big"
     words = ["--array", "1-2", str(ROOT / "launch/sweep.sbatch"), "--recipes", recipes, "--data", str(data)]
-    settings = [*SMALL, "training.max_updates=4", "validation.bleu=false"]
+    settings = [*RUN[2:], "engine.name=plain"]
     number = cluster.submit(*words, "--runs", str(tmp_path / "runs"), *settings, cwd=tmp_path)
+    # One of them has the number that stands for the whole array; queuing one again must leave the other alone.
+    for point in (1, 2):
+        place = tmp_path / "runs" / str(point) / "checkpoints/latest"
+        cluster.until(place.exists, 90, f"a checkpoint of point {point}")
+        cluster.run("scancel", "--batch", "--signal", "USR1", f"{number}_{point}")
     cluster.until(lambda: not cluster.run("squeue", "-h", "-j", str(number)), 180, "the end of an array")
-    for point, dropout in (("1", 0.1), ("2", 0.3)):
-        assert (tmp_path / "runs" / point / "checkpoints/latest").exists(), list(tmp_path.glob("*.log"))
-        assert f" dropout: {dropout}" in (tmp_path / "runs" / point / "config.yaml").read_text()
+    for point, dropout in ((1, 0.1), (2, 0.3)):
+        run = tmp_path / "runs" / str(point)
+        assert (run / f"checkpoints/update-{UPDATES:07d}").exists(), list(tmp_path.glob("*.log"))
+        assert f" dropout: {dropout}" in (run / "config.yaml").read_text()
+        starts = re.findall(
+            r"^job \d+, start \d+, on ", next(tmp_path.glob(f"*_{point}.log")).read_text(), re.MULTILINE
+        )
+        assert len(starts) == 2

@@ -107,8 +107,10 @@ def test_from_archives_to_a_data_directory(road: ModuleType, task: str, tmp_path
         "fr": "La maison bien @-@ connue",
     }
     start = expected[plan.target]
+    if not plan.normalise:
+        start = start.replace(" @-@ ", "-")
     assert sample.startswith(start.lower() if plan.lowercase else start)
-    assert "&quot;" in sample and "&amp;" in sample and sample.endswith("€ .")
+    assert ("&quot;" if plan.normalise else "„") in sample and "&amp;" in sample and sample.endswith("€ .")
     assert (tmp_path / "out/data/meta.json").is_file()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     again = go(task, *words)

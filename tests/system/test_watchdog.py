@@ -93,12 +93,17 @@ def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path:
     assert re.search(r"rank 2 is stuck in update 7, micro-batch 1 of \d+ on ", said(tmp_path, 0)), said(tmp_path, 0)
 
 
-def test_a_rank_that_fails_says_why_and_the_others_who(start: Start, tmp_path: Path) -> None:
-    processes = start(trouble="1:7:raise")
-    assert ends(processes, 60) == [EXIT_RANK_LOST, 1, EXIT_RANK_LOST]
-    assert "Traceback" in said(tmp_path, 1) and "a tensor is not what it should be" in said(tmp_path, 1)
-    pattern = r"rank 1 on \S+ failed in update 7, micro-batch 1 of \d+: ValueError: a tensor is not what it should be"
-    assert re.search(pattern, said(tmp_path, 0)) and "Traceback" not in said(tmp_path, 0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_says_why_and_the_others_who(start: Start, tmp_path: Path, rank: int) -> None:
+    processes = start(trouble=f"{rank}:7:raise")
+    assert ends(processes, 60) == [1 if each == rank else EXIT_RANK_LOST for each in range(RANKS)]
+    assert "Traceback" in said(tmp_path, rank) and "a tensor is not what it should be" in said(tmp_path, rank)
+    assert "Traceback" in (tmp_path / f"run/logs/rank-{rank}.log").read_text()
+    pattern = (
+        rf"rank {rank} on \S+ failed in update 7, micro-batch 1 of \d+: ValueError: a tensor is not what it should be"
+    )
+    other = (tmp_path / f"run/logs/rank-{1 - rank}.log").read_text()
+    assert re.search(pattern, other) and "Traceback" not in other
 
 
 def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -59,10 +61,18 @@ def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch)
     assert reported.value.status == 2
 
 
-def test_extensions_are_built_where_no_stale_lock_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extensions_are_built_where_no_stale_lock_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     build_apart()
-    assert os.environ["TORCH_EXTENSIONS_DIR"].endswith(f"-{os.getppid()}"), "all ranks of a host have this parent"
+    assert f"-{os.getpid()}-" in os.environ["TORCH_EXTENSIONS_DIR"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for _ in range(2):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        build_apart()
+        assert f"-{os.getppid()}-" in os.environ["TORCH_EXTENSIONS_DIR"], "all ranks of a host have this parent"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
     build_apart()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
