@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train."""
     import torch
 
-    from deepspeed_nmt.commands.training import train_run
+    from deepspeed_nmt.commands.training import Job, train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
     from deepspeed_nmt.parallel.agreement import together
     from deepspeed_nmt.parallel.launched import build_apart, once_a_host
@@ -71,11 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
                 begin(arguments.run, config, data)
         with together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
-        logger.info("%s", summary(environment()))
+        if world.is_main:
+            logger.info("%s", summary(environment()))
         engine = config.engine
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
         with StopRequest() as stop, watchdog:
-            progress = train_run(arguments.run, config, data, origin, world, stop, watchdog)
+            progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
         if stop:
             logger.info(
                 "stopped by %s after update %d, saved; start the same command again to go on",

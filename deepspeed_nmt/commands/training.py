@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
-from deepspeed_nmt.engine.base import DTYPES, choose_precision
+from deepspeed_nmt.engine.base import DTYPES, Precision, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.inherit import inherit, write_origin
@@ -60,54 +61,61 @@ class Origin:
     grow: bool
 
 
-def train_run(
-    path: Path,
-    config: RunConfig,
-    data: DataDirectory,
-    origin: Origin | None,
-    world: World,
-    stop: StopRequest,
-    watchdog: Watchdog,
-) -> Progress:
-    """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once.
+@dataclass(frozen=True)
+class Job:
+    """A run to be trained by these ranks.
 
-    Args:
+    Attributes:
         path: the run directory, begun.
+        origin: another run that its first weights come from, or None.
+        stop: asks for it to end.
+        watchdog: is told what this rank is at.
     """
+
+    path: Path
+    config: RunConfig
+    data: DataDirectory
+    origin: Origin | None
+    world: World
+    stop: StopRequest
+    watchdog: Watchdog
+
+
+def train_run(job: Job) -> Progress:
+    """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once."""
+    config, world = job.config, job.world
     with together(world):
         use_kernels(config)
         precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
-        chosen = dispatch.choices(world.device, DTYPES[precision])
-        dispatch.choices(world.device, torch.float32)  # of autocast, and of validation
-    _agree(chosen, world)
+    agree_on_kernels(world, {DTYPES[precision], torch.float32})  # fp32: under autocast, and in validation
     logger.info("%s; kernels: %s", precision, dispatch.describe(world.device, DTYPES[precision]))
-    while (progress := _take_up(path, config, data, origin, world, stop, watchdog)) is None:
-        watchdog.at("going back to a checkpoint", slow=True)
+    while (progress := _take_up(job, precision)) is None:
+        job.watchdog.at("going back to a checkpoint", slow=True)
         gc.collect()  # the engine and all it held
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     return progress
 
 
-def _agree(chosen: dict[str, str], world: World) -> None:
-    """Ranks that share a model draw the same masks only with the same kernels: what one has to do without, all do."""
-    plain = sum_over_ranks({operation: float(name == "torch") for operation, name in chosen.items()}, world)
-    differing = [operation for operation, count in plain.items() if 0.0 < count < world.ranks]
+def agree_on_kernels(world: World, dtypes: Iterable[torch.dtype]) -> None:
+    """What one rank has to leave to torch, all do: ranks that share a model would draw different masks otherwise.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot have what is asked for.
+    """
+    with together(world):
+        chosen = [dispatch.choices(world.device, dtype) for dtype in dtypes]
+        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in dispatch.OPERATIONS}
+    counts = sum_over_ranks(plain, world)
+    differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
     if differing:
         logger.warning("%s: torch is used on all ranks, because some can use nothing else", ", ".join(differing))
-        dispatch.use(",".join(f"{operation}=torch" for operation in [*differing, *(o for o in chosen if plain[o])]))
+        dispatch.leave_to_torch(differing)
 
 
-def _take_up(
-    path: Path,
-    config: RunConfig,
-    data: DataDirectory,
-    origin: Origin | None,
-    world: World,
-    stop: StopRequest,
-    watchdog: Watchdog,
-) -> Progress | None:
+def _take_up(job: Job, precision: Precision) -> Progress | None:
     """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
+    path, config, data, world = job.path, job.config, job.data, job.world
     vocabulary = data.tokenizer().vocabulary
     store = CheckpointStore(path / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
     checkpoint = _newest(store, world)
@@ -117,10 +125,9 @@ def _take_up(
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = build_model(config, vocabulary)
-        precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
         model.recompute(*recomputation(config, vocabulary.size, precision, world))
         copy = build_model(config, vocabulary)
-        _initialise(model, config, checkpoint, origin, path, data, world)
+        _initialise(model, job, checkpoint)
         parallelize(model, world)
     objective = build_objective(config, vocabulary)
     module = TrainModule(model, objective)
@@ -167,8 +174,8 @@ def _take_up(
             store,
             metrics,
             world,
-            stop,
-            watchdog,
+            job.stop,
+            job.watchdog,
             progress,
             workload,
         )
@@ -204,21 +211,14 @@ def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, w
     return Workload(rates.source, rates.target, kind.tflops * 1e12)
 
 
-def _initialise(
-    model: TranslationModel,
-    config: RunConfig,
-    checkpoint: Checkpoint | None,
-    origin: Origin | None,
-    path: Path,
-    data: DataDirectory,
-    world: World,
-) -> None:
+def _initialise(model: TranslationModel, job: Job, checkpoint: Checkpoint | None) -> None:
     """Give the model the weights that the run goes on or starts with."""
+    origin = job.origin
     if checkpoint is not None:
         load_weights(model, checkpoint)
     elif origin is not None:
-        inherited = inherit(model, config, origin.run, origin.checkpoint, data, grow=origin.grow)
-        if world.is_main:
-            write_origin(path, inherited)
+        inherited = inherit(model, job.config, origin.run, origin.checkpoint, job.data, grow=origin.grow)
+        if job.world.is_main:
+            write_origin(job.path, inherited)
     elif any(not parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("this model has frozen parts that were trained before; give their run by --grow-from RUN")

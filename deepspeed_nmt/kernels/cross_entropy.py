@@ -6,7 +6,7 @@ Legend: N rows (sentence positions), D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +52,10 @@ def projected_cross_entropy(
     count zero.
     """
     assert len(states) in (1, 2)
-    arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
+    asked = _Asked(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
     if not torch.is_grad_enabled():
-        return _in_chunks(states, weight_VD, *arguments, with_gradient=False, of_weight=False)[0]
-    result: tuple[Tensor, Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        weight_VD, *arguments, *states
-    )
+        return _in_chunks(states, weight_VD, asked, with_gradient=False, of_weight=False)[0]
+    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, asked, *states)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -91,19 +89,22 @@ def projected_cross_entropy_ref(
 _Sums = tuple[Tensor, Tensor, Tensor]
 
 
+class _Asked(NamedTuple):
+    """What :func:`projected_cross_entropy` is asked, by the same names."""
+
+    targets_N: Tensor
+    smoothing: float
+    ignore_index: int
+    divergence_weight: float
+    row_weights_N: Tensor | None
+    vocabulary: VocabularySlice | None
+
+
 def _in_chunks(
-    states: Sequence[Tensor],
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    smoothing: float,
-    ignore_index: int,
-    divergence_weight: float,
-    row_weights_N: Tensor | None,
-    vocabulary: VocabularySlice | None,
-    with_gradient: bool,
-    of_weight: bool,
+    states: Sequence[Tensor], weight_VD: Tensor, asked: _Asked, with_gradient: bool, of_weight: bool
 ) -> tuple[_Sums, list[Tensor], Tensor | None]:
     """The three results and, if asked, d loss / d states (N,D) each; and d loss / d weight (V,D; fp32 or wider)."""
+    targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary = asked
     states, weight_VD = _narrowed(states, weight_VD)
     rows, held = states[0].shape[0], weight_VD.shape[0]
     start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
@@ -123,9 +124,9 @@ def _in_chunks(
         local = targets - start_token
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
-        asked = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
+        part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
         logits = [F.linear(x, weight_VD) for x in chunks]
-        result: ChunkResult = implementation("cross_entropy", logits[0])(logits, asked, with_gradient)
+        result: ChunkResult = implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
@@ -155,20 +156,9 @@ def _narrowed(states: Sequence[Tensor], weight_VD: Tensor) -> tuple[Sequence[Ten
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        smoothing: float,
-        ignore_index: int,
-        divergence_weight: float,
-        row_weights_N: Tensor | None,
-        vocabulary: VocabularySlice | None,
-        *states: Tensor,
-    ) -> _Sums:
-        arguments = (targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
+    def forward(ctx: Any, weight_VD: Tensor, asked: _Asked, *states: Tensor) -> _Sums:
         sums, d_states, d_weight = _in_chunks(
-            states, weight_VD, *arguments, with_gradient=True, of_weight=weight_VD.requires_grad
+            states, weight_VD, asked, with_gradient=True, of_weight=weight_VD.requires_grad
         )
         ctx.save_for_backward(d_weight, *d_states)
         ctx.dtypes = weight_VD.dtype, states[0].dtype
@@ -181,4 +171,4 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         scale, (weight_dtype, dtype) = gradients[0], ctx.dtypes
         # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
         d_weight = None if d_weight is None else (d_weight * scale).to(weight_dtype)
-        return d_weight, None, None, None, None, None, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)
+        return d_weight, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +80,12 @@ def use(setting: str) -> None:
     asked = parse(setting, "engine.kernels")
     _asked.clear()
     _asked.update(asked)
+    _forget()
+
+
+def leave_to_torch(operations: Iterable[str]) -> None:
+    """From now on torch carries these out in this process, whatever was asked for of the others."""
+    _asked.update(dict.fromkeys(operations, "torch"))
     _forget()
 
 

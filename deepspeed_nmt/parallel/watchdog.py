@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -98,8 +99,18 @@ class Watchdog:
         for thread in self._threads:
             thread.join(timeout=self._silent_s)
         if kind is None:
-            # A rank that is done is not silent.
-            self._store.set(f"{_KEY}/{self._world.rank}", json.dumps({"done": True}))
+            with suppress(Exception):  # the work is done, whatever becomes of the store
+                self._done()
+
+    def _done(self) -> None:
+        """A rank that is done is not silent; rank 0, with whom the store goes, waits for the others."""
+        self._store.set(f"{_KEY}/{self._world.rank}", json.dumps({"done": True}))
+        deadline = time.monotonic() + self._silent_s
+        while self._world.is_main and time.monotonic() < deadline:
+            said = [json.loads(self._store.get(f"{_KEY}/{rank}")) for rank in range(self._world.ranks)]
+            if all(each.get("done") for each in said):
+                return
+            time.sleep(0.05)
 
     def _failed(self, error: Exception) -> None:
         """The main thread has failed. The first to say so is to blame, unless it only lost touch with another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -239,7 +240,5 @@ def test_a_plan_for_a_gpu_counts_its_kernels(machine: Machine, capsys: pytest.Ca
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     assert main([*words, "engine.kernels=triton"]) == 0
-    import json
-
     activations = [json.loads(each)["as_set"]["bytes"]["activations"] for each in (plain, capsys.readouterr().out)]
     assert activations[1] < 0.95 * activations[0], "masks are drawn again, not kept"

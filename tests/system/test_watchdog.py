@@ -115,6 +115,13 @@ def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> 
     assert "done: 10 updates" in log and "INFO" in log
 
 
+def test_a_rank_that_is_last_to_leave_is_waited_for(start: Start, tmp_path: Path) -> None:
+    """Rank 0 takes the store with it; whoever is still at work must not take that for a loss."""
+    processes = start("training.max_updates=10", "engine.silent_s=9", trouble="1:0:linger")
+    assert ends(processes, 90) == [0] * RANKS, said(tmp_path, 1)
+    assert "gone or stopped" not in said(tmp_path, 1)
+
+
 def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(
     data: Path, small: list[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""`deepspeed-nmt` on a rank that gets into trouble: TROUBLE is "rank:update:kind", a kind being hang or raise."""
+"""`deepspeed-nmt` on a rank that gets into trouble: TROUBLE is "rank:update:kind", a kind being hang, raise, or
+linger (it is slow to leave; the update does not matter).
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,25 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.engine.plain import PlainEngine
 
 rank, update, kind = os.environ.get("TROUBLE", "-1:0:none").split(":")
-update_of_engine = PlainEngine._backward
+update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
 
 
 def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
     """Fail where it was asked for."""
-    if os.environ["RANK"] == rank and batch.update == int(update):
+    if os.environ["RANK"] == rank and batch.update == int(update) and kind != "linger":
         if kind == "hang":
             time.sleep(600)
         raise ValueError("a tensor is not what it should be")
     return update_of_engine(self, batch, factor)
 
 
+def lingering(self: PlainEngine) -> None:
+    """Take one's time."""
+    if os.environ["RANK"] == rank and kind == "linger":
+        time.sleep(4)
+    close_of_engine(self)
+
+
 PlainEngine._backward = troubled  # type: ignore[method-assign]
+PlainEngine.close = lingering  # type: ignore[method-assign]
 sys.exit(main(sys.argv[1:]))
