@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -223,21 +224,22 @@ class RunLock:
 
     Args:
         path: the run directory; made if need be.
+        patience_s: how long to wait for another process that holds it: a lost host's lock lives on for a while on
+            network file systems.
 
     Raises:
         ConfigError: if another process holds it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_s: float = 0.0) -> None:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--run must be a directory, but {path} is a file; give another name")
         path.mkdir(parents=True, exist_ok=True)
         self._file = (path / ".lock").open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(path, patience_s)
         except BlockingIOError as error:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
+            holder = self._holder()
             self._file.close()
             raise ConfigError(
                 f"--run must not be in use, but {holder} is training in {path}; wait for it or stop it first"
@@ -252,6 +254,23 @@ class RunLock:
     def release(self) -> None:
         """Let others train here."""
         self._file.close()
+
+    def _lock(self, path: Path, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    raise
+                logger.info("%s is still locked by %s; waiting, %.0f s at most", path, self._holder(), left)
+                time.sleep(min(left, 10.0))
+
+    def _holder(self) -> str:
+        self._file.seek(0)
+        return self._file.read().strip() or "another process"
 
 
 _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_COUNT")

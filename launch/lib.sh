@@ -32,13 +32,15 @@ use_venv() { if [ -x "$VENV/bin/python" ]; then export PATH="$VENV/bin:$PATH"; f
 # A TCP port that nobody listens on just now.
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
-# run_ranks COMMAND...: run DeepSpeed's launcher and return its status. Ctrl-C or SIGTERM asks the ranks of this host to
-# save and stop, instead of having the launcher kill them; a second one ends them at once.
+# run_ranks COMMAND...: run DeepSpeed's launcher and return its status. Ctrl-C or SIGTERM asks the ranks to save and
+# stop, instead of having the launcher kill them; a second one ends them at once.
 run_ranks() {
     local group status asked=0 heard
     trap '' USR1 # inherited: the launcher ignores it, the ranks listen to it
-    setsid "$@" &
+    set -m # in a process group of its own, which the terminal's Ctrl-C does not reach
+    "$@" </dev/null &
     group=$!
+    set +m
     trap 'heard=yes asked=$((asked + 1)); stop_ranks "$group" "$asked"' INT TERM HUP
     trap '' PIPE
     while :; do
@@ -50,10 +52,13 @@ run_ranks() {
     return "$status"
 }
 
+# ask_ranks GROUP: ask the ranks that were started in a process group on this host.
+ask_ranks() { kill -USR1 -- "-$1" 2>/dev/null; }
+
 stop_ranks() { # GROUP TIMES
     # The signal first: whoever read our messages may have gone with the same Ctrl-C.
     if [ "$2" = 1 ]; then
-        kill -USR1 -- "-$1" 2>/dev/null || true
+        ask_ranks "$1" || true
         (say "saving, then stopping; once more, and it stops at once") 2>/dev/null || true
     else
         kill -TERM -- "-$1" 2>/dev/null || true

@@ -48,4 +48,4 @@ if [ "$gpus" != 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     where=(--include "localhost:$(paste -sd, <<<"$visible")")
 fi
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
-run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" "${settings[@]}"
+run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}

@@ -12,12 +12,24 @@
 # With ssh (pdsh is needed, and a key without a passphrase) it is started on one host, and the repository, the data
 # and the run have the same paths on all. $VENV as in launch/local.sh.
 #
-# With --node-rank, Ctrl-C on one host lets all save and stop. By ssh it does not: DeepSpeed then ends the ranks, and the
-# run goes on from its last checkpoint.
+# Ctrl-C saves and stops, on all hosts; a second one ends it at once. The exit status is that of `train`.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+# The value of --run among arguments, as a pattern that matches it.
+run_directory() {
+    local previous="" word
+    for word in "$@"; do
+        case "$word" in --run=*) previous=--run word="${word#--run=}" ;; esac
+        if [ "$previous" = --run ]; then
+            printf '%s\n' "${word//[^A-Za-z0-9_\/-]/.}"
+            return
+        fi
+        previous="$word"
+    done
+}
 
 hostfile="" master="" port=29500 node_rank="" interface=""
 while [ $# -gt 0 ]; do
@@ -54,10 +66,12 @@ else
         [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$environment"
     done
     export DS_ENV_FILE="$environment"
+    hosts="$(awk '!/^#/ && NF { print $1 }' "$hostfile" | paste -sd, -)"
+    run="$(run_directory "$@")"
+    ask_ranks() {
+        # The brackets keep it from finding the shell that carries it out.
+        PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "pkill -USR1 -f '[-]m deepspeed_nmt --local_rank=[0-9]+ train .*$run'"
+    }
 fi
 say "$(grep -cE '^[^#]+slots=' "$hostfile") hosts, meeting at $master:$port"
-if [ -n "$node_rank" ]; then
-    run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"
-else
-    deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"
-fi
+run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"

@@ -3,7 +3,8 @@
 #
 #   launch/test.sh [--system] [--full] [pytest arguments]
 #
-#   --system   allow apt-get for what is missing (python3, python3-venv, SLURM, ...); never done without
+#   --system   allow apt-get for what is missing (python3, python3-venv, SLURM, ...); never done without. An ssh daemon
+#              for one test is installed only by SYSTEM_EXTRA="openssh-server openssh-client pdsh"
 #   --full     also the tests that take long (marked slow) or need a GPU (marked gpu)
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
@@ -30,7 +31,7 @@ cd "$ROOT"
 # are skipped where it is missing.
 if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     missing=()
-    for package in munge slurmctld slurmd slurm-client iproute2 procps shellcheck; do
+    for package in munge slurmctld slurmd slurm-client iproute2 procps shellcheck ${SYSTEM_EXTRA:-}; do
         dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
     [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from deepspeed_nmt.commands.training import Origin
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.train.signals import StopRequest
 
 HELP = "train a model, or go on with a run"
+
+_LOCK_LIVES_ON_S = 300.0
+"""So long a network file system may take to notice that a host is lost that held a lock."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
+    from deepspeed_nmt.train.signals import StopRequest
+
+    with StopRequest() as stop:
+        return _train(arguments, stop)
+
+
+def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
     from deepspeed_nmt.commands.training import Job, train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
     from deepspeed_nmt.parallel.agreement import together
-    from deepspeed_nmt.parallel.launched import build_apart, once_a_host
+    from deepspeed_nmt.parallel.launched import build_apart, once_a_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
-    from deepspeed_nmt.train.signals import StopRequest
 
     with once_a_host():
         build_apart()
         config, data, origin = _read(arguments)
+    if config.engine.silent_s > 0.0:
+        # NCCL would abort the process before the watchdog can say whose fault it is.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)
     setup_logging(world.rank)
     if config.engine.deterministic:
@@ -66,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with together(world):
             if world.is_main:
-                lock = RunLock(arguments.run)
+                lock = RunLock(arguments.run, _LOCK_LIVES_ON_S if requeued() else 0.0)
                 data.verify_hashes()
                 begin(arguments.run, config, data)
         with together(world):
@@ -75,11 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
             logger.info("%s", summary(environment()))
         engine = config.engine
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
-        with StopRequest() as stop, watchdog:
+        with watchdog:
             progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
         if stop:
             logger.info(
-                "stopped by %s after update %d, saved; start the same command again to go on",
+                "stopped by %s after update %d; start the same command again to go on",
                 stop.signal_name,
                 progress.update,
             )

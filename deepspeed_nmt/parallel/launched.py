@@ -49,6 +49,11 @@ def _started_by_srun() -> bool:
     return "SLURM_STEP_ID" in os.environ and _number("SLURM_STEP_ID") < _SPECIAL_STEPS
 
 
+def requeued() -> bool:
+    """Whether SLURM started this job before."""
+    return _number("SLURM_RESTART_COUNT") > 0
+
+
 def _number(name: str) -> int:
     text = os.environ.get(name, "0")
     if not text.isdecimal():

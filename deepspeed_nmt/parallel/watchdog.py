@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError
 from deepspeed_nmt.parallel.world import World
 
+_PACKAGE = Path(__file__).parents[1]
 # Under torchrun a store outlives the ranks that it starts anew.
 _KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _GONE = "rank 0, with which all ranks talk, is gone or stopped: {}"
@@ -163,7 +165,7 @@ class Watchdog:
         what, step, since, may_take_s = self._at
         left_s = may_take_s - (time.monotonic() - since)
         said = {"beat": beat, "step": step, "at": what, "left": left_s, "host": socket.gethostname()}
-        said["waits"] = _waits_for_others()
+        said["waits"], said["line"] = _main_thread()
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(said))
 
     def _verdict(self) -> str:
@@ -191,22 +193,27 @@ class Watchdog:
             elif now - since > self._silent_s:
                 silent.append(rank)
         if silent:
-            rank = min(silent)
-            last = heard[rank][2]
+            first = min(silent)
+            last = heard[first][2]
             more = f", and so are {len(silent) - 1} more" if len(silent) > 1 else ""
             return (
-                f"rank {rank} is gone or stopped{more}: no sign of life for {self._silent_s:.0f} s"
+                f"rank {first} is gone or stopped{more}: no sign of life for {self._silent_s:.0f} s"
                 f"{f'; it was last in {last}' if last else ''}"
             )
         at_work = {rank: told for rank, told in said.items() if not told.get("done")}
         if len(at_work) < self._world.ranks:
             return ""
         # In the same step as others, who does not wait for them is to blame.
-        last_rank = min(at_work, key=lambda rank: (at_work[rank]["step"], at_work[rank]["waits"]))
-        told = at_work[last_rank]
+        order = {rank: (told["step"], told["waits"]) for rank, told in at_work.items()}
+        behind = [rank for rank in sorted(order) if order[rank] == min(order.values())]
+        told = at_work[behind[0]]
         if told["left"] >= 0.0:
             return ""
-        return f"rank {last_rank} is stuck in {told['at']} on {told['host']}, which takes longer than it may"
+        where = "; ".join(f"rank {rank} on {at_work[rank]['host']} in {at_work[rank]['line']}" for rank in behind[:8])
+        if len(behind) == 1:
+            return f"rank {behind[0]} is stuck in {told['at']}, which takes longer than it may ({where})"
+        more = "" if len(behind) <= 8 else f"; and {len(behind) - 8} more"
+        return f"one of {len(behind)} ranks is stuck in {told['at']}, which takes longer than it may ({where}{more})"
 
     def _stop(self, verdict: str) -> None:
         if self._failing:
@@ -222,14 +229,18 @@ class Watchdog:
         self._leave(EXIT_RANK_LOST)
 
 
-def _waits_for_others() -> bool:
-    """Whether the main thread is in a collective, as far as Python knows."""
+def _main_thread() -> tuple[bool, str]:
+    """Whether the main thread is in a collective, as far as Python knows, and which line of ours it carries out."""
+    waits, line = False, "no line of this program"
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if "/torch/distributed/" in frame.f_code.co_filename or "/deepspeed/comm/" in frame.f_code.co_filename:
-            return True
+        file = frame.f_code.co_filename
+        waits = waits or "/torch/distributed/" in file or "/deepspeed/comm/" in file
+        if file.startswith(f"{_PACKAGE}{os.sep}"):
+            line = f"{Path(file).relative_to(_PACKAGE.parent)}:{frame.f_lineno}"
+            break
         frame = frame.f_back
-    return False
+    return waits, line
 
 
 def _lost_touch(error: Exception) -> bool:

@@ -89,16 +89,13 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
     with once_a_host():
         _check(device, ranks, tensor_ranks)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"this host has {torch.cuda.device_count()} GPUs, but local rank {local_rank} was started; "
-            "start as many processes per host as it has GPUs"
-        )
-    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    index = _gpu(local_rank) if use_cuda else local_rank
+    where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
     # DeepSpeed looks for these even when the processes are already connected, and tries MPI if they are missing.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(local_rank))
+    # By the last it chooses its GPU.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
     if ranks == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
@@ -110,6 +107,23 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
         else:
             dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
+
+
+def _gpu(local_rank: int) -> int:
+    """The GPU of a rank, among those it can see: SLURM may show each task its own alone.
+
+    Raises:
+        ConfigError: if there is none for it.
+    """
+    seen = torch.cuda.device_count()
+    if seen == 1 and os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1":
+        return 0
+    if local_rank >= seen:
+        raise ConfigError(
+            f"local rank {local_rank} needs a GPU of its own, but sees {seen}; start as many processes on a host as "
+            "it has GPUs (SLURM: --gpus-per-node, or --gpus-per-task 1)"
+        )
+    return local_rank
 
 
 def _check(device: str, ranks: int, tensor_ranks: int) -> None:

@@ -126,6 +126,8 @@ def train(
             decoder ignores its source and ``collapse.action`` is "stop".
         OSError: if the last checkpoint cannot be written.
     """
+    if _asked_to_stop(stop, world):  # while the run was being set up
+        return progress
     window = _Window(workload)
     spikes = SpikeWatch(config.spike_factor)
     loss_scale = engine.scalars().loss_scale
@@ -178,7 +180,7 @@ def train(
                 progress, best = _validate(validator, progress, metrics)
                 validating = False
             watchdog.at(f"what follows update {progress.update}")
-            stopping = any_rank(bool(stop), world)
+            stopping = _asked_to_stop(stop, world)
             if best or stopping or fatal or (saving and sound):
                 last = stopping or _finished(config, progress)
                 watchdog.at(f"saving update {progress.update}", slow=True)
@@ -197,6 +199,13 @@ def train(
     if config.patience and progress.validations_since_best >= config.patience:
         logger.info("no better score in %d validations: stopped early", config.patience)
     return progress
+
+
+def _asked_to_stop(stop: StopRequest, world: World) -> bool:
+    """Whether a signal came to any rank; all then take it for their own."""
+    if any_rank(bool(stop), world) and not stop:
+        stop.signal_name = "a signal to another rank"
+    return bool(stop)
 
 
 def _watched(watchdog: Watchdog, update: Update) -> Callable[[int], None]:

@@ -1,4 +1,6 @@
-"""Asking a run to stop: Ctrl-C, SIGTERM (preemption) and SIGUSR1 (a time limit is near)."""
+"""Asking a run to stop: Ctrl-C, SIGTERM (preemption) and SIGUSR1 (a time limit is near). Imports nothing heavy: a run
+listens before it loads anything.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,11 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self:
+            # The same request may come again, by another way, while the process is ending; then Python no longer
+            # listens, and unheard it would kill.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -42,3 +49,5 @@ class StopRequest:
             os._exit(128 + number)
         if not self.signal_name:
             self.signal_name, self._since = signal.Signals(number).name, now
+            if number == signal.SIGINT:  # Somebody is watching. A logger may be busy just now.
+                os.write(2, b"finishing this update, then saving; once more, and it stops at once\n")

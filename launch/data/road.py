@@ -214,8 +214,11 @@ def _fetch(url: str, path: Path) -> None:
             if promised is not None and has < int(promised) + (have if answer.status == 206 else 0):
                 raise OSError(f"the connection broke off after {has:,} bytes")
     except urllib.error.HTTPError as problem:
-        if problem.code != 416:  # nothing is left to send
+        if problem.code != 416:
             raise OSError(f"{url} cannot be fetched ({problem}); fetch it by hand and use --from") from problem
+        if problem.headers.get("Content-Range") != f"bytes */{have}":  # if so, nothing is left to send
+            part.unlink()
+            raise OSError(f"{part} was no part of {url}, and is removed; start again") from problem
     except OSError as problem:
         raise OSError(f"{url} cannot be fetched ({problem}); start again to go on, or use --from") from problem
     part.rename(path)

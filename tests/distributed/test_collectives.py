@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel import world
 from deepspeed_nmt.parallel.world import join_world
 from tests.support import ROOT, run_ranks
 
@@ -30,3 +31,15 @@ def test_ranks_that_cannot_meet_are_told_what_is_missing(monkeypatch: pytest.Mon
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="2 processes need MASTER_ADDR and MASTER_PORT"):
         join_world("cpu")
+
+
+def test_slurm_may_show_each_task_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
+    with pytest.raises(ConfigError, match="local rank 3 needs a GPU of its own, but sees 1"):
+        world._gpu(3)
+    for shown in ("1", "v100:1"):
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", shown)
+        assert world._gpu(3) == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert world._gpu(3) == 3

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -111,6 +114,27 @@ def test_a_job_whose_node_loses_its_power_goes_on(cluster: Cluster, whole: Path,
     assert "resuming after update" in job.said()
 
 
+def test_a_job_with_a_task_that_no_longer_moves_goes_on(
+    cluster: Cluster, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others notice and end; SLURM ends the one that is stopped, which does not end by itself."""
+    monkeypatch.setitem(cluster.environment, "SLURM_WAIT", "3")
+    made = Job(cluster, data, tmp_path)
+    made.has_saved(20)
+    pattern = f"python.* -m deepspeed_nmt train .*--run {made.run} "
+    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, timeout=20)
+    (stopped,) = (int(pid) for pid in found.stdout.split() if b"SLURM_PROCID=1\0" in environment_of(pid))
+    os.kill(stopped, signal.SIGSTOP)
+    made.completes(restarts=1, whole=whole)
+    assert "rank 1 is gone or stopped: no sign of life for 6 s" in made.said()
+    assert "ended with status 137" in made.said(), "the highest of 70 and that of the task that was killed"
+
+
+def environment_of(process: str) -> bytes:
+    """As it was when it started."""
+    return Path("/proc", process, "environ").read_bytes()
+
+
 def test_a_job_that_crashes_is_queued_again_so_many_times(
     cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,11 +144,13 @@ def test_a_job_that_crashes_is_queued_again_so_many_times(
     made = Job(cluster, data, tmp_path)
     cluster.run("scancel", str(made.number))
     monkeypatch.setitem(cluster.environment, "PYTHON", str(tmp_path / "python"))
-    words = [*NODES, "--output", "crash.log", str(ROOT / "launch/train.sbatch"), "--run", "x"]
+    words = [*NODES, "--comment", "my own words", "--output", "crash.log"]
+    words += [str(ROOT / "launch/train.sbatch"), "--run", "x"]
     number = cluster.submit(*words, cwd=tmp_path)
     assert cluster.ended(number, 60) == "FAILED"
     said = (tmp_path / "crash.log").read_text()
     assert "it crashed 2 times, and CRASHES is 1; not queued again" in said
+    assert "Comment=crashes:1 my own words" in cluster.run("scontrol", "show", "job", str(number))
     assert cluster.job(number, "Restarts") == "1" and cluster.job(number, "ExitCode") == "9:0"
 
 

@@ -192,6 +192,26 @@ def test_a_run_is_trained_by_one_process_at_a_time(
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
 
 
+def test_a_job_that_slurm_queued_again_waits_for_the_lock_of_a_lost_host(
+    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network file systems keep it for a while."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock = RunLock(tmp_path / "run")
+    asleep: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        asleep.append(seconds)
+        if len(asleep) == 2:
+            lock.release()
+
+    monkeypatch.setattr("deepspeed_nmt.runs.time.sleep", sleep)
+    assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
+    assert asleep[:2] == [10.0, 10.0]
+    said = capsys.readouterr().err
+    assert "is still locked by process " in said and "waiting, 300 s at most" in said
+
+
 def test_lost_manifests_are_not_a_new_run(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,11 @@ class Half(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = self.headers.get("Range")
         start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+        if start >= len(self.body):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(self.body)}")
+            self.end_headers()
+            return
         self.send_response(206 if asked else 200)
         self.send_header("Content-Length", str(len(self.body) - start))
         self.end_headers()
@@ -178,3 +183,16 @@ def test_a_download_goes_on_where_it_broke_off(road: ModuleType, address: str, t
     road._verify(path, published=digest, ours=False, notes=notes)
     with pytest.raises(ValueError, match="must have the SHA-256 00"):
         road._verify(path, published="00", ours=False, notes=tmp_path / "others")
+
+
+def test_a_part_that_is_whole_is_the_file_and_one_too_long_is_removed(
+    road: ModuleType, address: str, tmp_path: Path
+) -> None:
+    path, part = tmp_path / "file.tgz", tmp_path / "file.tgz.part"
+    part.write_bytes(Half.body)
+    road._fetch(f"{address}/file.tgz", path)
+    assert path.read_bytes() == Half.body
+    part.write_bytes(Half.body + b"!")
+    with pytest.raises(OSError, match="was no part of"):
+        road._fetch(f"{address}/file.tgz", path)
+    assert not part.exists()

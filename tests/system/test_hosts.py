@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deepspeed_nmt.errors import EXIT_STOPPED
 from tests.support import ROOT, assert_same, run_ranks
 
 ADDRESSES = ("10.91.7.1", "10.91.7.2")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+SSHD = """
+HostKey {root}/host_key
+AuthorizedKeysFile {root}/key.pub
+PidFile none
+PermitRootLogin yes
+StrictModes no
+UsePAM no
+"""
+SSH = """#!/bin/sh
+exec {ssh} -i {root}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
+"""
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """The names of the two namespaces."""
-    ip = shutil.which("ip", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    ip = shutil.which("ip", path=PATH)
     if os.geteuid() != 0 or ip is None:
         pytest.skip("needs root and ip (Debian's iproute2): two network namespaces")
     names = [f"nmt{os.getpid()}-{number}" for number in (1, 2)]
@@ -45,6 +60,11 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run([ip, "netns", "delete", name], capture_output=True, timeout=20)
 
 
+def environment_of_a_shell() -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return {**plain, "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
 def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_path: Path, small: list[str]) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
@@ -52,8 +72,7 @@ def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_
     settings = [*small, "engine.name=deepspeed", "engine.ds_config=zero2", "validation.bleu=false"]
     words = ["--hostfile", str(hostfile), "--master", ADDRESSES[0], "--port", "29650", "--interface", "eth0"]
     training = ["--", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *settings]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = environment_of_a_shell()
     logs = [tmp_path / f"{host}.log" for host in hosts]
     processes = []
     for number, (host, log) in enumerate(zip(hosts, logs, strict=True)):
@@ -76,3 +95,73 @@ def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_
     command = ["-m", "deepspeed_nmt", "train", "--recipe", "transformer_base", "--data", str(data)]
     run_ranks([*command, "--run", str(tmp_path / "one_host"), *settings], 2, tmp_path, timeout=100)
     assert_same(run, tmp_path / "one_host")
+
+
+@pytest.fixture
+def ssh(hosts: list[str], tmp_path: Path) -> Iterator[Path]:
+    """A directory with an ``ssh`` that reaches both hosts, which have a real daemon each, with no questions asked."""
+    found = {name: shutil.which(name, path=PATH) for name in ("sshd", "ssh", "ssh-keygen", "pdsh")}
+    lacking = [name for name, path in found.items() if path is None]
+    if lacking:
+        pytest.skip(f"needs {' and '.join(lacking)} (Debian's openssh-server, openssh-client, pdsh)")
+    for name in ("key", "host_key"):
+        command = [str(found["ssh-keygen"]), "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)]
+        subprocess.run(command, check=True, timeout=20)
+    (tmp_path / "sshd_config").write_text(SSHD.format(root=tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(SSH.format(root=tmp_path, ssh=found["ssh"]))
+    (tmp_path / "bin/ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists
+    daemons = []
+    for host in hosts:
+        with (tmp_path / f"{host}.sshd.log").open("wb") as log:
+            command = [str(found["sshd"]), "-D", "-e", "-f", str(tmp_path / "sshd_config")]
+            daemons.append(subprocess.Popen(["ip", "netns", "exec", host, *command], stdout=log, stderr=log))
+    yield tmp_path / "bin"
+    for daemon in daemons:
+        daemon.terminate()
+        daemon.wait(timeout=20)
+
+
+def test_by_ssh_it_is_started_stopped_and_taken_up_from_one_host(
+    hosts: list[str], ssh: Path, data: Path, tmp_path: Path, small: list[str]
+) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# the hosts\n" + "".join(f"{address} slots=1\n" for address in ADDRESSES))
+    run = tmp_path / "a run (first)"
+    words = ["--hostfile", str(hostfile), "--port", "29651", "--interface", "eth0", "--"]
+    training = ["--recipe", "transformer_base", "--data", str(data), *small, "engine.name=plain"]
+    training += ["validation.bleu=false", "training.validate_every=100000", "training.save_every=4"]
+    command = ["ip", "netns", "exec", hosts[0], str(ROOT / "launch/multinode.sh"), *words, *training, "--run"]
+    environment = environment_of_a_shell()
+    environment["PATH"] = f"{ssh}:{environment['PATH']}"
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, str(run), "training.max_updates=100000"],
+            env=environment,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while not (run / "checkpoints/latest").exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        assert process.wait(timeout=60) == EXIT_STOPPED, log.read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = log.read_text()
+    assert "2 hosts, meeting at 10.91.7.1:29651" in said and "stopped by SIGUSR1 after update" in said
+    assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+    stopped_at = int((run / "checkpoints/latest").read_text().strip().removeprefix("update-"))
+    end = f"training.max_updates={stopped_at + 6}"
+    done = subprocess.run([*command, str(run), end], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    straight = [*training, "--run", str(tmp_path / "one_host"), end]
+    run_ranks(["-m", "deepspeed_nmt", "train", *straight], 2, tmp_path, timeout=100)
+    assert_same(run, tmp_path / "one_host", stopped_at + 6)

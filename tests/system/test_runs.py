@@ -261,16 +261,28 @@ def test_translate_average_and_score(
     assert 0.0 <= json.loads(capsys.readouterr().out)["bleu"]["score"] < 30.0
 
 
-def test_stopping_takes_one_update(data: Path) -> None:
-    """A second signal soon after the first is the launcher passing it on; a later one means it."""
-    from deepspeed_nmt.train.signals import StopRequest
-
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
-        assert stop and stop.signal_name == "SIGINT"
+def test_asked_while_it_starts_a_run_ends_before_its_first_update(
+    data: Path, tmp_path: Path, small: list[str]
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *small]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        deadline, usr1 = time.monotonic() + 30, 1 << (signal.SIGUSR1 - 1)
+        status = Path(f"/proc/{process.pid}/status")
+        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & usr1:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 75, said
+    assert "stopped by SIGUSR1 after update 0; start the same command again" in said
+    assert not list(run.glob("checkpoints/update-*"))
+    assert train(data, run, *small, "training.max_updates=1") == 0
 
 
 def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path, small: list[str]) -> None:
