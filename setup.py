@@ -31,6 +31,9 @@ setup(
         "tensorboard>=2.17",
         "tqdm>=4.66",
     ],
-    extras_require={"moses": ["sacremoses>=0.1.1"]},  # launch/data/
+    extras_require={
+        "moses": ["sacremoses>=0.1.1"],  # launch/data/
+        "bert": ["transformers>=5,<6"],  # pretrained encoders
+    },
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},
 )

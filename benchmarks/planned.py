@@ -18,6 +18,7 @@ import torch
 from deepspeed_nmt.cli import main as deepspeed_nmt
 from deepspeed_nmt.commands.planner import Planner, precision_of
 from deepspeed_nmt.config import load_config
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
 
@@ -39,7 +40,7 @@ def main() -> None:
         gpu = Gpu(name, arguments.gib, 0.0 if kind is None else kind.tflops)
         whole = torch.cuda.get_device_properties(0).total_memory / GIB
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
-    vocabulary = json.loads((arguments.data / "vocabulary.json").read_text())["size"]
+    vocabulary = DataDirectory.open(arguments.data).tokenizer().vocabulary
     config = load_config(arguments.recipe, settings=arguments.settings)
     planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, gpu.capability)
     plan = planner.advised(gpu)

@@ -69,6 +69,15 @@ class RunConfig(Config):
     collapse: CollapseConfig = CollapseConfig()
     search: SerializeAsAny[Config] = BeamConfig()
 
+    def resolved(self, before: Config | None = None) -> RunConfig:
+        """With what files say that the model names, such as a BERT's shape; ``before`` is what a run began with.
+
+        Raises:
+            ConfigError: if such a file cannot be read.
+        """
+        model = self.model.resolved(before.model if isinstance(before, RunConfig) else None)
+        return self if model is self.model else self.model_copy(update={"model": model})
+
     def to_yaml(self) -> str:
         """The whole configuration, defaults included, as :func:`load_config` reads it."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -16,7 +16,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.files import atomic_write_text, sha256_of
+from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig, TransformerShape
@@ -54,7 +54,7 @@ def inherit(
     """
     option = _option(grow)
     source = Run.open(path, option)
-    if sha256_of(path / "vocabulary.model") != sha256_of(data.path / "vocabulary.model"):
+    if source.tokenizer.digest != data.tokenizer().digest:
         raise ConfigError(
             f"{option} must have the vocabulary of {data.path}, but {path} has another; "
             f"prepare the data with --vocab-from {path}"

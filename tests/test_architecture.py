@@ -11,7 +11,7 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
-HELPERS = {"errors", "registry", "console", "files", "randomness"}
+HELPERS = {"errors", "registry", "console", "files", "randomness", "hub"}
 MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},
@@ -53,6 +53,8 @@ def wrong_arrows(where: str, path: str, source: str) -> list[str]:
     for name in imports(source):
         if name.split(".")[0] == "deepspeed" and path != "engine/deepspeed.py":
             found.append(f"{path} imports {name}; only engine/deepspeed.py may")
+        if name.split(".")[0] == "transformers" and path != "hub.py":
+            found.append(f"{path} imports {name}; only hub.py may")
         if name.startswith("torch.distributed") and where not in DISTRIBUTED:
             found.append(f"{path} imports {name}; only {DISTRIBUTED} may")
         target = room(name) if name.startswith("deepspeed_nmt.") else ""
@@ -88,6 +90,7 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
         ("train", "train/x.py", "from deepspeed_nmt.methods import MODELS"),
         ("nn", "nn/x.py", "def f():\n    import deepspeed_nmt.core.batch"),
         ("engine", "engine/plain.py", "import deepspeed"),
+        ("data", "data/x.py", "from transformers import BertModel"),
         ("nn", "nn/x.py", "import torch.distributed as dist"),
         ("registry", "registry.py", "from deepspeed_nmt.core import batch"),
     ],

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
+    from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.planning.advice import Plan
     from deepspeed_nmt.planning.gpus import Gpu
 
@@ -32,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--recipe", metavar="R", help="a named experiment")
     what.add_argument("--sweep", metavar="S", help="a named grid of settings around a recipe")
     parser.add_argument("--point", type=int, metavar="I", help="print point I of the sweep, from 1, for `train`")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="V", help="tokens of the vocabulary [32000]")
+    parser.add_argument(
+        "--vocab-size", default="32000", metavar="V", help="tokens of the vocabulary, or of source,target [32000]"
+    )
     parser.add_argument("--gpu", metavar="G", help="plan memory and speed for this GPU")
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="so many of them [1]")
     parser.add_argument("--mfu", type=float, default=0.3, metavar="U", help="share of the GPU's peak to expect [0.3]")
@@ -50,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.planning.gpus import gpu_named
 
     _check(arguments)
+    vocabulary = _vocabulary(arguments.vocab_size)
     gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
     points = [(arguments.recipe, [])] if arguments.sweep is None else sweep(arguments.sweep)
     if arguments.point is not None:
@@ -60,13 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for number, (recipe, settings) in enumerate(points, 1):
         config = load_config(recipe, settings=[*settings, *arguments.settings])
-        count = _parameters(config, arguments.vocab_size)
-        result: dict[str, object] = {"recipe": recipe, "vocab_size": arguments.vocab_size, "parameters": count}
+        config = config.resolved()
+        trained, count = _parameters(config, vocabulary)
+        result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
+        if trained != count:
+            result["trained"] = trained
         if arguments.sweep is not None:
             result = {"point": number, **result, "settings": settings}
-        text = f"{recipe} with a vocabulary of {arguments.vocab_size:,}: {count:,} parameters"
+        text = f"{recipe} with a vocabulary of {_tokens(vocabulary)}: {count:,} parameters"
+        if trained != count:
+            text += f", {trained:,} of them trained"
         if gpu is not None:
-            planned, table = _plan(config, arguments, gpu)
+            planned, table = _plan(config, vocabulary, arguments, gpu)
             result, text = {**result, **planned}, f"{text}\n{table}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
@@ -78,8 +88,9 @@ def _check(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.errors import ConfigError
 
     problems = []
-    if arguments.vocab_size < 4:
-        problems.append(f"--vocab-size must be at least 4, but is {arguments.vocab_size}")
+    sizes = arguments.vocab_size.split(",")
+    if len(sizes) > 2 or not all(size.isdecimal() and int(size) >= 4 for size in sizes):
+        problems.append(f"--vocab-size must be at least 4, or two such numbers, but is {arguments.vocab_size}")
     if arguments.num_gpus < 1:
         problems.append(f"--num-gpus must be at least 1, but is {arguments.num_gpus}")
     if not 0.0 < arguments.mfu <= 1.0:
@@ -90,18 +101,34 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _parameters(config: RunConfig, vocab_size: int) -> int:
+def _vocabulary(sizes: str) -> Vocabulary:
+    from deepspeed_nmt.core.vocabulary import Vocabulary
+
+    *source, target = (Vocabulary(int(size)) for size in sizes.split(","))
+    return replace(target, own_source=source[0]) if source else target
+
+
+def _tokens(vocabulary: Vocabulary) -> str:
+    if vocabulary.own_source is None:
+        return f"{vocabulary.size:,}"
+    return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
+
+
+def _parameters(config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
+    """Of the model: those that are trained, and all."""
     import torch
 
-    from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.runs import build_model
 
     with torch.device("meta"):
-        model = build_model(config, Vocabulary(vocab_size))
-    return sum(parameter.numel() for parameter in model.parameters())
+        model = build_model(config, vocabulary)
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
 
-def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
+def _plan(
+    config: RunConfig, vocabulary: Vocabulary, arguments: argparse.Namespace, gpu: Gpu
+) -> tuple[dict[str, Any], str]:
     """What the run needs on these GPUs: as JSON, and as text."""
     import torch
 
@@ -112,7 +139,7 @@ def _plan(config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[d
 
     use_kernels(config)
     precision = precision_of(config, gpu, arguments.num_gpus)
-    planner = Planner(config, arguments.vocab_size, precision, arguments.num_gpus, gpu.capability)
+    planner = Planner(config, vocabulary, precision, arguments.num_gpus, gpu.capability)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):

@@ -30,7 +30,7 @@ class Planner:
 
     Args:
         config: of the run; ``engine.tensor_parallel`` is taken as it is.
-        vocab_size: tokens of the vocabulary.
+        vocabulary: of the data.
         precision: to train in.
         ranks: GPUs.
         capability: of the GPUs; None for CPUs.
@@ -40,14 +40,18 @@ class Planner:
     """
 
     def __init__(
-        self, config: RunConfig, vocab_size: int, precision: Precision, ranks: int, capability: Capability | None
+        self,
+        config: RunConfig,
+        vocabulary: Vocabulary,
+        precision: Precision,
+        ranks: int,
+        capability: Capability | None,
     ) -> None:
         tensor_ranks = config.engine.tensor_parallel
         if ranks % tensor_ranks:
             raise ConfigError(
                 f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs"
             )
-        vocabulary = Vocabulary(vocab_size)
         with torch.device("meta"):
             model = build_model(config, vocabulary)
         parallelize(model, World(0, ranks, 0, torch.device("meta"), tensor_ranks))
@@ -113,7 +117,7 @@ def precision_of(config: RunConfig, gpu: Gpu, ranks: int) -> Precision:
     return gpu.precision if wanted == "auto" else wanted  # type: ignore[return-value]
 
 
-def recomputation(config: RunConfig, vocab_size: int, precision: Precision, world: World) -> Recompute:
+def recomputation(config: RunConfig, vocabulary: Vocabulary, precision: Precision, world: World) -> Recompute:
     """Every how manieth encoder and decoder layer to recompute: what is set, or for "auto" as few as fit.
 
     Raises:
@@ -132,7 +136,7 @@ def recomputation(config: RunConfig, vocab_size: int, precision: Precision, worl
             "is; set engine.memory_gib, or give numbers"
         )
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
-    plan = Planner(config, vocab_size, precision, world.ranks, capability).as_set(gib)
+    plan = Planner(config, vocabulary, precision, world.ranks, capability).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "

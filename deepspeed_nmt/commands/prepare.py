@@ -35,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of another data or run directory"
     )
+    parser.add_argument(
+        "--tokenizer", metavar="hf:B[,B]",
+        help="take the tokenizers of BERTs, for both sides or for source and target: folders, or names on the hub",
+    )  # fmt: skip
     parser.add_argument("--segmented", action="store_true", help="the text is already segmented, with '@@ ' marks")
     parser.add_argument(
         "--character-coverage", type=float, default=1.0, metavar="P",
@@ -112,6 +116,7 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"
-    return "\n".join(
-        [*lines, "", f"vocabulary      {meta.vocabulary_size:,} tokens ({kind})", f"data directory  {out}"]
-    )
+    size = f"{meta.vocabulary_size:,} tokens ({kind})"
+    if "vocabulary.source.json" in meta.files:
+        size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"
+    return "\n".join([*lines, "", f"vocabulary      {size}", f"data directory  {out}"])

@@ -136,4 +136,6 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     if begun and origin is not None:
         check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
     config = load_config(arguments.recipe, base, arguments.settings)
+    before = load_config(file=arguments.run / CONFIG_FILE) if begun else None
+    config = config.resolved(before)
     return config, DataDirectory.open(arguments.data), origin

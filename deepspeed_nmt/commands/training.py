@@ -22,7 +22,7 @@ from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import DTYPES, Precision, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.kernels import dispatch
 from deepspeed_nmt.parallel.agreement import together
@@ -125,7 +125,8 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = build_model(config, vocabulary)
-        model.recompute(*recomputation(config, vocabulary.size, precision, world))
+        model.recompute(*recomputation(config, vocabulary, precision, world))
+        _check_lengths(model, data)
         copy = build_model(config, vocabulary)
         _initialise(model, job, checkpoint)
         parallelize(model, world)
@@ -135,9 +136,12 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
     with once_a_host():
         engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
+    trained = sum(p.numel() for p in copy.parameters() if p.requires_grad)
+    count = sum(p.numel() for p in copy.parameters())
     logger.info(
-        "%s parameters; %s pairs, %d updates an epoch; %d x %s; %s",
-        f"{sum(p.numel() for p in copy.parameters()):,}",
+        "%s parameters%s; %s pairs, %d updates an epoch; %d x %s; %s",
+        f"{count:,}",
+        "" if trained == count else f", {trained:,} of them trained",
         f"{len(corpus):,}",
         loader.updates_per_epoch(),
         world.ranks,
@@ -211,6 +215,26 @@ def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, w
     return Workload(rates.source, rates.target, kind.tflops * 1e12)
 
 
+def _check_lengths(model: TranslationModel, data: DataDirectory) -> None:
+    """Refuse sentences longer than the model can read, before training rather than in the middle of it.
+
+    Raises:
+        DataError: naming the longest sentence.
+    """
+    bounds = {"source": model.longest_source, "target": model.longest_target}
+    for split in ("train", "valid"):
+        corpus = data.corpus(split)
+        for (side, bound), lengths in zip(
+            bounds.items(), (corpus.source_lengths, corpus.target_lengths), strict=True
+        ):
+            if bound is not None and int(lengths.max()) > bound:
+                remedy = f"prepare the data with --max-length {bound - 2}" if split == "train" else "shorten it"
+                raise DataError(
+                    f"sentences must have {bound} {side} tokens at most, which is what the BERT reads, but pair "
+                    f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
+                )
+
+
 def _initialise(model: TranslationModel, job: Job, checkpoint: Checkpoint | None) -> None:
     """Give the model the weights that the run goes on or starts with."""
     origin = job.origin
@@ -220,5 +244,5 @@ def _initialise(model: TranslationModel, job: Job, checkpoint: Checkpoint | None
         inherited = inherit(model, job.config, origin.run, origin.checkpoint, job.data, grow=origin.grow)
         if job.world.is_main:
             write_origin(job.path, inherited)
-    elif any(not parameter.requires_grad for parameter in model.parameters()):
+    elif not model.load_pretrained() and any(not parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("this model has frozen parts that were trained before; give their run by --grow-from RUN")

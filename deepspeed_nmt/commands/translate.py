@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="F", help="where translations go; - for standard output")
     parser.add_argument("--beam", type=int, metavar="K", help="hypotheses kept [the run's search.beam]")
     parser.add_argument("--length-penalty", metavar="P", help="gnmt:A, power:A, mean or none [the run's]")
+    parser.add_argument("--iterations", type=int, metavar="T", help="mask-predict: rounds of guessing [the run's]")
+    parser.add_argument("--length-beam", type=int, metavar="L", help="mask-predict: lengths tried [the run's]")
     parser.add_argument("--nbest", type=int, default=1, metavar="N", help="write N translations a line, with scores")
     parser.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N", help="sentences x longest source at once"
@@ -104,7 +106,7 @@ def _check(arguments: argparse.Namespace, runs: list[Run]) -> None:
     Raises:
         ConfigError: naming the options.
     """
-    if len({run.tokenizer.model for run in runs}) > 1:
+    if len({run.tokenizer.digest for run in runs}) > 1:
         raise ConfigError(
             "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
         )
@@ -140,10 +142,15 @@ def _search(arguments: argparse.Namespace, run: Run) -> SearchConfig:
         "beam": arguments.beam,
         "length_penalty": arguments.length_penalty,
         "alpha": arguments.alpha,
+        "iterations": arguments.iterations,
+        "length_beam": arguments.length_beam,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     settings = {**run.config.search.model_dump(), **changes}
     kind = SEARCHES[settings["name"]].config
+    if foreign := [key for key in changes if key not in kind.model_fields]:
+        option = f"--{foreign[0].replace('_', '-')}"
+        raise ConfigError(f"{option} is no option of search.name={settings['name']}, by which this run is decoded")
     search = _checked(kind, {name: value for name, value in settings.items() if name in kind.model_fields})
     assert isinstance(search, SearchConfig)
     return search

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import DecoderLayer, Draw
+from deepspeed_nmt.nn.layers import CrossAttending, Draw
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 
@@ -56,10 +56,13 @@ class DecodableModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         pad: the padding token.
+        longest_source, longest_target: the most positions that a sentence may have; None: any number.
     """
 
     vocab_size: int
     pad: int
+    longest_source: int | None = None
+    longest_target: int | None = None
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
@@ -145,16 +148,30 @@ class TranslationModel(DecodableModel):
             for stack in stacks:
                 stack.recompute_every = every
 
-    def cross_attending(self) -> dict[int, tuple[Residual, Residual, Residual]]:
+    def cross_attending(self) -> dict[int, tuple[Residual | None, Residual, Residual | None]]:
         """For each decoder layer that has cross-attention, by its number from 1: the connections around its
         self-attention, its cross-attention and its feed-forward network. Shape of what these add: (B,T,D)
         """
-        layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
+        layers = [module for module in self.modules() if isinstance(module, CrossAttending)]
         return {
             number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
             for number, layer in enumerate(layers, 1)
             if layer.cross_residual is not None
         }
+
+    def load_pretrained(self) -> bool:
+        """Load weights that a new run starts with and that were trained elsewhere; whether there are any.
+
+        Raises:
+            ConfigError: if they cannot be had, or do not fit.
+        """
+        return False
+
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """What one pass over a micro-batch gives, by name: the decoder states at TOP, (B,T,D), and whatever else the
+        model's likelihood asks for.
+        """
+        return {TOP: self(batch)}
 
     def forward(self, batch: Batch) -> Tensor:
         """Decoder states at the top, teacher-forced. Shape: -> (B,T,D)"""

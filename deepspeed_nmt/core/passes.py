@@ -59,7 +59,8 @@ class Passes:
         sources, passes, encoders = len(self._sources_BS), len(self._source_of_pass), len(self.encoder_exits)
         top = exit_name(*model.stages)
         if passes == len(self.decoder_exits) == encoders == 1:
-            return [{TOP: (states := model(batch)), top: states}]
+            found_once = model.read(batch)
+            return [{**found_once, top: found_once[TOP]}]
         rows = batch.source_BS.shape[0]
         memory = model.encode(torch.cat(self._sources_BS), batch.source_padded, self.encoder_exits)
         # Blocks of rows: encoder exits outside, passes inside.

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The size of a vocabulary and the numbers of its special tokens.
+    """The size of the target's vocabulary and the numbers of its special tokens.
 
     Attributes:
         size: V.
-        pad: fills up a batch's shorter rows.
+        pad: fills up a batch's shorter rows; the same number on both sides.
         bos: starts what a decoder reads.
-        eos: ends a sentence on both sides.
+        eos: ends a sentence.
         unk: stands for what the vocabulary lacks.
+        mask: stands for what is to be guessed; None where nothing ever is.
+        own_source: the source's vocabulary, where it has one of its own.
     """
 
     size: int
@@ -22,3 +24,10 @@ class Vocabulary:
     bos: int = 1
     eos: int = 2
     unk: int = 3
+    mask: int | None = None
+    own_source: Vocabulary | None = None
+
+    @property
+    def source(self) -> Vocabulary:
+        """The source's vocabulary, which is often the same."""
+        return self.own_source or self

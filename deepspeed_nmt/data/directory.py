@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
-from deepspeed_nmt.data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer
+from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config
@@ -44,7 +44,8 @@ class Meta(Config):
         options: what decides the content, besides the inputs; equal options and inputs give equal data.
         inputs: the files read, by ``<split>.<side>``, in order.
         segmented: the text is already segmented in the ``@@ `` style.
-        vocabulary_size: tokens, the four special ones among them.
+        vocabulary_size: tokens of the target's side, special ones among them.
+        source_vocabulary_size: of the source's side; older directories do not say, theirs is the same.
         pairs_read: training pairs before cleaning.
         removed: training pairs removed, by :class:`~deepspeed_nmt.data.clean.Reason`; every reason is listed.
         splits: what ``train`` and ``valid`` hold; valid is not cleaned.
@@ -57,6 +58,7 @@ class Meta(Config):
     inputs: dict[str, tuple[InputRecord, ...]]
     segmented: bool
     vocabulary_size: int
+    source_vocabulary_size: int | None = None
     pairs_read: int
     removed: dict[str, int]
     splits: dict[str, SplitStats]
@@ -99,7 +101,7 @@ class DataDirectory:
         """One SHA-256 (hexadecimal) of vocabulary and corpus: equal fingerprints train equal models."""
         digest = hashlib.sha256()
         for name, record in sorted(self.meta.files.items()):
-            if name.endswith(".bin") or name in (MODEL_FILE, INFO_FILE):
+            if name.endswith(".bin") or name.startswith("vocabulary."):
                 digest.update(f"{name} {record.sha256}\n".encode())
         return digest.hexdigest()
 

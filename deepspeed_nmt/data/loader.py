@@ -84,9 +84,9 @@ def collate(
         seed, update, micro, update_tokens, update_sentences: see :class:`Batch`.
     """
     place = (vocabulary.pad, seed, update, micro, update_tokens, update_sentences)
-    pad, bos, eos = vocabulary.pad, vocabulary.bos, vocabulary.eos
+    pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices) == 0:
-        eos_11 = torch.full((1, 1), eos)
+        eos_11 = torch.full((1, 1), source_eos)
         pad_11 = torch.full((1, 1), pad)
         return Batch(eos_11, pad_11, pad_11, torch.tensor([-1]), 0, 0, *place)
     sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
@@ -98,7 +98,7 @@ def collate(
     input_BT[:, 0] = bos
     for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
         source_BS[row, : len(source)] = source
-        source_BS[row, len(source)] = eos
+        source_BS[row, len(source)] = source_eos
         input_BT[row, 1 : len(target) + 1] = target
         output_BT[row, : len(target)] = target
         output_BT[row, len(target)] = eos

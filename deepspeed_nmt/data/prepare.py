@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
+from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
 from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
 from deepspeed_nmt.data.directory import FORMAT, META_FILE, DataDirectory, FileRecord, InputRecord, Meta
@@ -51,6 +52,8 @@ class PrepareOptions(Config):
     """Tokens; None means 8000, and for segmented text all its tokens."""
     vocab_from: Path | None = None
     """A directory whose vocabulary is taken instead of making one."""
+    tokenizer: str | None = None
+    """hf:BERT or hf:BERT,BERT: the vocabularies of BERTs are taken instead of making one."""
     segmented: bool = False
     """The text is already segmented in the ``@@ `` style: its tokens are taken as they are."""
     character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
@@ -60,6 +63,17 @@ class PrepareOptions(Config):
     """Chooses the sample that the vocabulary is made of."""
     threads: int = Field(default=1, ge=1)
     overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> PrepareOptions:
+        if self.tokenizer is None:
+            return self
+        if not self.tokenizer.startswith(PREFIX):
+            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
+        given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
+        if others := [option for option, value in given.items() if value]:
+            raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
+        return self
 
     @model_validator(mode="after")
     def _sides_match(self) -> PrepareOptions:
@@ -84,7 +98,7 @@ class PrepareOptions(Config):
         """What decides the result, besides the content of the text; ``vocabulary`` is the one given, if any."""
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         if vocabulary is not None:
-            return {**options, "vocab_from": hashlib.sha256(vocabulary.model).hexdigest()}
+            return {**options, "vocab_from": vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
         return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
@@ -177,6 +191,7 @@ def _fill(
         inputs=inputs,
         segmented=tokenizer.segmented,
         vocabulary_size=tokenizer.size,
+        source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
         removed={reason.value: cleaner.removed[reason] for reason in Reason},
         splits=splits,
@@ -216,10 +231,11 @@ def _encode(
     threads: int,
     cleaner: PairCleaner | None = None,
 ) -> SplitStats:
-    with CorpusWriter(directory, split, tokenizer.size) as writer:
+    vocabulary = tokenizer.vocabulary
+    with CorpusWriter(directory, split, max(vocabulary.size, vocabulary.source.size)) as writer:
         for batch in batched(pairs, _BATCH_PAIRS):
-            sources = tokenizer.encode_batch([source for source, _ in batch], threads)
-            targets = tokenizer.encode_batch([target for _, target in batch], threads)
+            sources = tokenizer.encode_batch([source for source, _ in batch], "source", threads)
+            targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)
             if cleaner is not None:
                 keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
                 sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
@@ -304,6 +320,8 @@ def _inspect(path: Path) -> InputRecord:
 
 
 def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
+    if options.tokenizer is not None:
+        return BertTokenizer.from_berts(options.tokenizer.removeprefix(PREFIX))
     if options.vocab_from is None:
         return None
     tokenizer = Tokenizer.from_directory(options.vocab_from)

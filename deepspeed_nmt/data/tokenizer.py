@@ -1,31 +1,34 @@
-"""From text to token numbers and back. SentencePiece does the subword work.
+"""From text to token numbers and back.
 
-Two kinds of vocabulary share one class and one file format: joint BPE over raw text, and a list of words over text
-that somebody has already segmented in the ``@@ `` style of subword-nmt, whose tokens are taken as they are.
+A :class:`Tokenizer` knows the vocabularies of both sides. Here they are one, and SentencePiece does the subword work:
+joint BPE over raw text, or a list of words over text that somebody has already segmented in the ``@@ `` style of
+subword-nmt, whose tokens are taken as they are. Those of two BERTs are in :mod:`deepspeed_nmt.data.bert_tokenizer`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_bytes, atomic_write_text
+from deepspeed_nmt.files import atomic_write_bytes
 
 MODEL_FILE = "vocabulary.model"
 """The SentencePiece model."""
 INFO_FILE = "vocabulary.json"
-"""What the model alone does not tell: ``segmented``, and the ``size`` for those who look."""
+"""What the other files do not tell: of SentencePiece ``segmented``, of BERTs their special tokens."""
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 UNKNOWN_TEXT = "⁇"
@@ -38,8 +41,96 @@ _CONTINUATION = re.compile(r"@@( |$)")
 _LONGEST_LINE = 1 << 16
 
 
-class Tokenizer:
-    """A vocabulary with fixed special tokens: padding 0, begin 1, end of sentence 2, unknown 3.
+Side = Literal["source", "target"]
+
+
+class Tokenizer(ABC):
+    """The vocabularies of both sides, and how text becomes tokens of them.
+
+    Attributes:
+        vocabulary: sizes and special tokens.
+        segmented: the text is already segmented in the ``@@ `` style, and tokens are its words.
+    """
+
+    vocabulary: Vocabulary
+    segmented: bool = False
+
+    @staticmethod
+    def from_directory(path: Path) -> Tokenizer:
+        """Read the vocabulary of a data or run directory.
+
+        Raises:
+            DataError: if it is missing or cannot be read.
+            ConfigError: if it takes a package that is not installed.
+        """
+        try:
+            info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            info = None
+        if isinstance(info, dict) and info.get("kind") == "bert":
+            from deepspeed_nmt.data.bert_tokenizer import BertTokenizer  # its library is optional
+
+            return BertTokenizer.read(path, info)
+        return SentencePieceTokenizer.read(path)
+
+    def save(self, directory: Path) -> None:
+        """Write the vocabulary's files, so that :meth:`from_directory` reads them."""
+        for name, content in self.files().items():
+            atomic_write_bytes(directory / name, content)
+
+    @abstractmethod
+    def files(self) -> dict[str, bytes]:
+        """What is written, by name; each begins with ``vocabulary.``"""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """A SHA-256 that equal vocabularies share."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of the target's vocabulary."""
+        return self.vocabulary.size
+
+    @property
+    def pad(self) -> int:
+        """The padding token, of both sides."""
+        return self.vocabulary.pad
+
+    @property
+    def unk(self) -> int:
+        """What stands for text that the target's vocabulary lacks."""
+        return self.vocabulary.unk
+
+    @property
+    def bos(self) -> int:
+        """What a decoder reads first."""
+        return self.vocabulary.bos
+
+    @property
+    def eos(self) -> int:
+        """The end of a target sentence."""
+        return self.vocabulary.eos
+
+    def encode(self, text: str) -> list[int]:
+        """The token numbers of one line of the source, without its end."""
+        return self.encode_batch([text], "source")[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        """The token numbers of many lines, without their end, on several threads; none of a line without tokens."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of the target's token numbers: special ones vanish, unknown ones become :data:`UNKNOWN_TEXT`."""
+
+    @abstractmethod
+    def reference(self, text: str) -> str:
+        """A line of reference text in the form that :meth:`decode` gives, so that the two can be compared."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """One vocabulary for both sides, with fixed special tokens: padding 0, begin 1, end of sentence 2, unknown 3.
 
     Args:
         model: a SentencePiece model, serialised.
@@ -48,8 +139,6 @@ class Tokenizer:
     Raises:
         DataError: if the model cannot be read or has other special tokens.
     """
-
-    pad, bos, eos, unk = PAD, BOS, EOS, UNK
 
     def __init__(self, model: bytes, segmented: bool = False) -> None:
         self.model = model
@@ -60,8 +149,7 @@ class Tokenizer:
             raise DataError(
                 f"the vocabulary must be a SentencePiece model, but could not be read: {error}"
             ) from error
-        self.size: int = self._processor.get_piece_size()
-        self.vocabulary = Vocabulary(self.size, PAD, BOS, EOS, UNK)
+        self.vocabulary = Vocabulary(self._processor.get_piece_size(), PAD, BOS, EOS, UNK)
         processor = self._processor
         special = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
         if special != (PAD, BOS, EOS, UNK):
@@ -76,8 +164,8 @@ class Tokenizer:
         self._numbers = {word: number for number, word in enumerate(self._words) if number > UNK}
 
     @classmethod
-    def from_directory(cls, path: Path) -> Tokenizer:
-        """Read the vocabulary of a data or run directory.
+    def read(cls, path: Path) -> SentencePieceTokenizer:
+        """Read the vocabulary of a directory.
 
         Raises:
             DataError: if it is missing or cannot be read.
@@ -96,18 +184,16 @@ class Tokenizer:
             ) from error
         return cls((path / MODEL_FILE).read_bytes(), segmented=bool(segmented))
 
-    def save(self, directory: Path) -> None:
-        """Write the vocabulary's two files, so that :meth:`from_directory` reads them."""
-        atomic_write_bytes(directory / MODEL_FILE, self.model)
+    def files(self) -> dict[str, bytes]:
         info = {"segmented": self.segmented, "size": self.size}
-        atomic_write_text(directory / INFO_FILE, json.dumps(info, indent=2) + "\n")
+        return {MODEL_FILE: self.model, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
 
-    def encode(self, text: str) -> list[int]:
-        """The token numbers of one line, without begin and end."""
-        return self.encode_batch([text])[0]
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.model).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """The token numbers of many lines, without begin and end, on several threads (segmented text: on one)."""
+    def encode_batch(self, texts: Sequence[str], side: Side = "source", threads: int = 1) -> list[list[int]]:
+        """As in :class:`Tokenizer`; both sides are alike. Segmented text takes one thread."""
         if self.segmented:
             number_of = self._numbers.get
             return [[number_of(word, UNK) for word in segmented_words(text)] for text in texts]
@@ -115,7 +201,6 @@ class Tokenizer:
         return encoded
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token numbers: padding, begin and end vanish, unknown tokens become :data:`UNKNOWN_TEXT`."""
         numbers = [int(token) for token in tokens if token > EOS]
         if self.segmented:
             return self.reference(" ".join(self._words[number] for number in numbers))
@@ -123,10 +208,7 @@ class Tokenizer:
         return text
 
     def reference(self, text: str) -> str:
-        """A line of reference text in the form that :meth:`decode` gives, so that the two can be compared.
-
-        Raw text stays as it is; segmented text loses its ``@@ `` marks.
-        """
+        """Raw text stays as it is; segmented text loses its ``@@ `` marks."""
         return _CONTINUATION.sub("", text) if self.segmented else text
 
 
@@ -135,7 +217,7 @@ def train_bpe(
     vocab_size: int,
     character_coverage: float = 1.0,
     normalization: str = "nmt_nfkc",
-) -> Tokenizer:
+) -> SentencePieceTokenizer:
     """Make a BPE vocabulary of raw text. The same lines give the same vocabulary.
 
     Args:
@@ -161,7 +243,7 @@ def train_bpe(
     return tokenizer
 
 
-def train_words(lines: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
+def train_words(lines: Iterable[str], vocab_size: int | None = None) -> SentencePieceTokenizer:
     """Make a vocabulary of the tokens of already segmented text; the memory it takes is that of the different tokens.
 
     Tokens spelt like a special one (``<s>``, ``<unk>``) are not in it: they are unknown.
@@ -201,7 +283,7 @@ def train_words(lines: Iterable[str], vocab_size: int | None = None) -> Tokenize
     return tokenizer
 
 
-def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: Any) -> Tokenizer:
+def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: Any) -> SentencePieceTokenizer:
     iterator: Iterator[str] = iter(lines)
     first = next(iterator, None)
     if first is None:
@@ -237,10 +319,10 @@ def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: A
             f"together, but {sizes.group(1)} were asked for; raise --vocab-size, or lower --character-coverage "
             "(0.9995 for large scripts)"
         ) from error
-    return Tokenizer(model.getvalue(), segmented)
+    return SentencePieceTokenizer(model.getvalue(), segmented)
 
 
-def _check_size(tokenizer: Tokenizer, vocab_size: int) -> None:
+def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:
     if tokenizer.size < vocab_size:
         raise DataError(
             f"a vocabulary of {vocab_size} tokens was asked for, but the text supports at most {tokenizer.size}; "

@@ -34,28 +34,31 @@ def projected_cross_entropy(
     divergence_weight: float = 0.0,
     row_weights_N: Tensor | None = None,
     vocabulary: VocabularySlice | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Label-smoothed cross-entropy of p = softmax(states weight^T), summed over rows; all logits are never held.
+    """Label-smoothed cross-entropy of p = softmax(states weight^T + bias), summed over rows, whose logits
+    are never all held.
 
     With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is each
     row's plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means,
     and ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one, it is 0.
     ``row_weights_N`` are factors on each row's part of the loss and of the divergence.
 
-    With ``vocabulary``, ``weight_VD`` has only the rows of that slice. Ranks exchange a few numbers for each row, and
-    the gradient of the states; no rank ever holds a row of all logits. Results are those of the whole, on every rank.
+    With ``vocabulary``, ``weight_VD`` and ``bias`` have only the rows of that slice. Ranks exchange a few numbers for
+    each row, and the gradient of the states; no rank ever holds a row of all logits. Results are those of the whole,
+    on every rank.
 
     Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
     scales. Only the first result carries a gradient.
 
-    Shape: one or two (N,D), (V,D), (N,) -> scalar, (N,), scalar, fp32 or wider; rows whose target is ``ignore_index``
-    count zero.
+    Shape: one or two (N,D), (V,D), (N,), bias (V,) -> scalar, (N,), scalar, fp32 or wider; rows whose target is
+    ``ignore_index`` count zero.
     """
     assert len(states) in (1, 2)
     asked = _Asked(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
     if not torch.is_grad_enabled():
-        return _in_chunks(states, weight_VD, asked, with_gradient=False, of_weight=False)[0]
-    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, asked, *states)  # type: ignore[no-untyped-call]
+        return _in_chunks(states, weight_VD, bias, asked, with_gradient=False)[0]
+    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, bias, asked, *states)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -67,9 +70,10 @@ def projected_cross_entropy_ref(
     ignore_index: int,
     divergence_weight: float = 0.0,
     row_weights_N: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
-    logits = [F.linear(x, weight_VD) for x in states]
+    logits = [F.linear(x, weight_VD, bias) for x in states]
     logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
     options = {"ignore_index": ignore_index, "reduction": "none"}
     loss_N, nll_N = (
@@ -100,12 +104,23 @@ class _Asked(NamedTuple):
     vocabulary: VocabularySlice | None
 
 
+class _Gradients(NamedTuple):
+    """Of the loss: with respect to the states (N,D) each, the weight (V,D) and the bias (V,), these two in fp32 or
+    wider; those that are wanted.
+    """
+
+    states: list[Tensor]
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 def _in_chunks(
-    states: Sequence[Tensor], weight_VD: Tensor, asked: _Asked, with_gradient: bool, of_weight: bool
-) -> tuple[_Sums, list[Tensor], Tensor | None]:
-    """The three results and, if asked, d loss / d states (N,D) each; and d loss / d weight (V,D; fp32 or wider)."""
+    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None, asked: _Asked, with_gradient: bool
+) -> tuple[_Sums, _Gradients]:
+    """The three results and, if asked, the gradients of the first."""
     targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary = asked
-    states, weight_VD = _narrowed(states, weight_VD)
+    of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
+    states, weight_VD, bias_V = _narrowed(states, weight_VD, bias_V)
     rows, held = states[0].shape[0], weight_VD.shape[0]
     start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
@@ -113,6 +128,7 @@ def _in_chunks(
     nll_N = torch.zeros(rows, dtype=accumulate, device=weight_VD.device)
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
+    d_bias = torch.zeros(held, dtype=accumulate, device=weight_VD.device) if of_bias else None
     step = chunk_rows(held * len(states), states[0])
     for start in range(0, rows, step):
         chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
@@ -125,7 +141,7 @@ def _in_chunks(
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
         part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
-        logits = [F.linear(x, weight_VD) for x in chunks]
+        logits = [F.linear(x, weight_VD, bias_V) for x in chunks]
         result: ChunkResult = implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
@@ -133,6 +149,8 @@ def _in_chunks(
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
         for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty if not asked for
             torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=accumulate)
             if d_weight is None:
                 continue
             if d_weight.dtype == x.dtype:
@@ -142,33 +160,33 @@ def _in_chunks(
     if vocabulary is not None:
         for gradient in d_states:
             vocabulary.sum(gradient)
-    return (loss + divergence_weight * divergence, nll_N, divergence), d_states, d_weight
+    return (loss + divergence_weight * divergence, nll_N, divergence), _Gradients(d_states, d_weight, d_bias)
 
 
-def _narrowed(states: Sequence[Tensor], weight_VD: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+def _narrowed(
+    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None
+) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
     """In the dtype that autocast has matrix products in: once, not for every chunk."""
     kind = weight_VD.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return states, weight_VD
+        return states, weight_VD, bias_V
     dtype = torch.get_autocast_dtype(kind)
-    return [x.to(dtype) for x in states], weight_VD.to(dtype)
+    return [x.to(dtype) for x in states], weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, asked: _Asked, *states: Tensor) -> _Sums:
-        sums, d_states, d_weight = _in_chunks(
-            states, weight_VD, asked, with_gradient=True, of_weight=weight_VD.requires_grad
-        )
-        ctx.save_for_backward(d_weight, *d_states)
+    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, asked: _Asked, *states: Tensor) -> _Sums:
+        sums, found = _in_chunks(states, weight_VD, bias_V, asked, with_gradient=True)
+        ctx.save_for_backward(found.weight, found.bias, *found.states)
         ctx.dtypes = weight_VD.dtype, states[0].dtype
         ctx.mark_non_differentiable(*sums[1:])
         return sums
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_weight, *d_states = ctx.saved_tensors
-        scale, (weight_dtype, dtype) = gradients[0], ctx.dtypes
-        # The scale goes in before the weight's gradient is narrowed: with fp16's loss scale it belongs to the range.
-        d_weight = None if d_weight is None else (d_weight * scale).to(weight_dtype)
-        return d_weight, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)
+        d_weight, d_bias, *d_states = ctx.saved_tensors
+        scale, (output_dtype, dtype) = gradients[0], ctx.dtypes
+        # The scale goes in before they are narrowed: with fp16's loss scale it belongs to the range.
+        d_output = [None if x is None else (x * scale).to(output_dtype) for x in (d_weight, d_bias)]
+        return *d_output, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)

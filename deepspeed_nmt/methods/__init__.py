@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Likelihood, Term
+from deepspeed_nmt.methods.abnet import AbNetConfig, MaskedTokensConfig, build_abnet, build_masked_tokens
 from deepspeed_nmt.methods.ald import ALDConfig, build_ald
 from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig, build_label_smoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig, build_multi_softmax
+from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig, build_bert_decoder
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import (
     StandardLayerConfig,
@@ -30,6 +32,8 @@ MODELS: Registry[TranslationModel] = Registry(
         Entry("transformer", TransformerConfig, build_transformer),
         Entry("recurrent", RecurrentConfig, build_recurrent),
         Entry("depth_growing", DepthGrowingConfig, build_depth_growing),
+        Entry("bert", BertDecoderConfig, build_bert_decoder),
+        Entry("abnet", AbNetConfig, build_abnet),
     ],
 )
 
@@ -48,6 +52,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
     [
         Entry("label_smoothed", LabelSmoothedConfig, build_label_smoothed),
         Entry("multi_softmax", MultiSoftmaxConfig, build_multi_softmax),
+        Entry("masked_tokens", MaskedTokensConfig, build_masked_tokens),
     ],
 )
 

@@ -49,7 +49,7 @@ class ALD:
         self.every = config.every
         self.p_ald = config.p_ald
         self.tau = config.tau
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary.source
 
     def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
         """Two passes; the contrast of their states with the first pass's."""

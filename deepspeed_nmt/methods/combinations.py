@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepspeed_nmt.core.model import exit_name
+from deepspeed_nmt.methods.abnet import AbNetConfig
+from deepspeed_nmt.methods.bert import BertPair
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig
-from deepspeed_nmt.methods.transformer import TransformerShape
+from deepspeed_nmt.methods.transformer import StandardLayerConfig, TransformerShape
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.deep_shallow import DeepShallowConfig
+from deepspeed_nmt.search.mask_predict import MaskPredictConfig
 
 
 def problems_of(model: Config, layer: Config, objective: Mapping[str, Config], search: Config) -> list[str]:
@@ -44,10 +47,47 @@ def problems_of(model: Config, layer: Config, objective: Mapping[str, Config], s
             "search.name=deep_shallow needs the two nets of model.name=depth_growing, but model.name is "
             f"{model.model_dump()['name']}; use search.name=beam"
         )
+    if isinstance(model, BertPair):
+        problems += _problems_of_berts(model, layer, objective, search)
+    else:
+        if "masked_tokens" in objective:
+            problems.append("objective.masked_tokens trains model.name=abnet alone; use objective.label_smoothed")
+        if isinstance(search, MaskPredictConfig):
+            problems.append("search.name=mask_predict decodes model.name=abnet alone; use search.name=beam")
     if _active(objective, "ddr") and _active(objective, "r_drop"):
         problems.append(
             "objective.ddr and objective.r_drop both run every pair twice, with one encoding and with two; "
             "set one of them to null"
+        )
+    return problems
+
+
+def _problems_of_berts(model: BertPair, layer: Config, objective: Mapping[str, Config], search: Config) -> list[str]:
+    name, problems = model.model_dump()["name"], []
+    if not isinstance(layer, StandardLayerConfig):
+        problems.append(
+            f"layer.name={layer.model_dump()['name']} makes layers of a Transformer, but model.name={name} has those "
+            "of BERTs; use layer.name=standard"
+        )
+    if "multi_softmax" in objective:
+        problems.append(
+            f"objective.multi_softmax trains the exits of a Transformer, but model.name={name} is trained at its "
+            "top; use another objective"
+        )
+    guesses = isinstance(model, AbNetConfig)
+    if guesses != ("masked_tokens" in objective):
+        use = "masked_tokens" if guesses else "label_smoothed"
+        problems.append(
+            f"model.name={name} is trained by objective.{use}; set that, and the other likelihood to null"
+        )
+    if guesses != isinstance(search, MaskPredictConfig):
+        problems.append(
+            f"model.name={name} is decoded by search.name={'mask_predict' if guesses else 'beam'}; set that"
+        )
+    if guesses and (terms := [term for term in ("ddr", "r_drop", "ald") if _active(objective, term)]):
+        problems.append(
+            f"objective.{terms[0]} compares predictions from left to right, but model.name=abnet guesses masked "
+            f"tokens; set objective.{terms[0]} to null"
         )
     return problems
 

@@ -21,7 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import Activation, FeedForward
 from deepspeed_nmt.nn.layers import (
     Context,
@@ -87,8 +87,8 @@ class Transformer(TranslationModel):
 
     def __init__(
         self,
-        source_embedding: TokenEmbedding,
-        target_embedding: TokenEmbedding,
+        source_embedding: TokenEmbedding | LearnedEmbedding,
+        target_embedding: TokenEmbedding | LearnedEmbedding,
         encoder: LayerStack,
         decoder: LayerStack,
         projection: Projection,
@@ -102,6 +102,7 @@ class Transformer(TranslationModel):
         self.projection = projection
         self.vocab_size = projection.weight.shape[0]
         self.pad = pad
+        self.longest_source, self.longest_target = source_embedding.positions, target_embedding.positions
 
     @property
     def stages(self) -> tuple[int, int]:
@@ -165,9 +166,17 @@ def build_transformer(
     Args:
         make_layer: makes the decoder's layers.
         walks: in what order encoder and decoder apply their layers; default each once.
+
+    Raises:
+        ConfigError: if the two sides are to share an embedding, but have vocabularies of their own.
     """
+    if config.share_embeddings == "all" and vocabulary.own_source is not None:
+        raise ConfigError(
+            "model.share_embeddings must be decoder or none where source and target have vocabularies of their own, "
+            "but is all; set model.share_embeddings=decoder"
+        )
     target_weight = _embedding(vocabulary, config.dim)
-    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary, config.dim)
+    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
     encoder, decoder = build_stacks(config, make_layer, walks)
     return Transformer(

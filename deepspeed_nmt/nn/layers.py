@@ -46,11 +46,14 @@ class Context:
             encoder it masks self-attention, in a decoder cross-attention.
         memory_BSD: the encoder's states, for a decoder.
         draw: what random choices are functions of; needed in training by layers that make some.
+        target_mask: bool (B,1,1,T), True for target positions that are not padding, for decoders that look both ways;
+            None when none is.
     """
 
     mask: Tensor | None = None
     memory_BSD: Tensor | None = None
     draw: Draw | None = None
+    target_mask: Tensor | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
         """The context of the rows of some of the passes."""
@@ -97,7 +100,19 @@ class EncoderLayer(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
+class CrossAttending(nn.Module):
+    """A decoder layer: what cross-attention adds to its input can be compared with what its other parts add.
+
+    Attributes:
+        self_residual, cross_residual, feed_forward_residual: the connections around its parts; None without such.
+    """
+
+    self_residual: Residual | None
+    cross_residual: Residual | None
+    feed_forward_residual: Residual | None
+
+
+class DecoderLayer(CrossAttending):
     """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
 
     Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and caches nothing of the source.
@@ -114,11 +129,11 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attention = self_attention
-        self.self_residual = self_residual
+        self.self_residual: Residual = self_residual
         self.cross_attention = cross_attention
         self.cross_residual = cross_residual
         self.feed_forward = feed_forward
-        self.feed_forward_residual = feed_forward_residual
+        self.feed_forward_residual: Residual = feed_forward_residual
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Decode whole sentences, or with ``cache`` the next position of each hypothesis.

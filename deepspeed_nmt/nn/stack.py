@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.layers import Context
-from deepspeed_nmt.nn.sublayer import LayerNorm
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class LayerStack(nn.Module):
     Args:
         layers: the layers that have weights of their own.
         walk: the order to apply them in; default each once.
-        final_norm: applied to the state at every exit (pre-norm stacks need it), or None.
+        final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
 
     Attributes:
         recompute_every: in training, every so manieth application keeps only its input and is run again in the
@@ -55,7 +54,7 @@ class LayerStack(nn.Module):
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], walk: Walk | None = None, final_norm: LayerNorm | None = None
+        self, layers: Sequence[nn.Module], walk: Walk | None = None, final_norm: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)

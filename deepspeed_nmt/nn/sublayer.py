@@ -70,15 +70,16 @@ class Residual(nn.Module):
         style: one of the three above.
         dropout_p: probability of dropping an element of the sub-layer's output.
         alpha: weight of the residual branch, for deepnorm.
+        eps: of the LayerNorm.
 
     Attributes:
         watch: is shown every output of the sub-layer, before dropout; None: nobody looks.
     """
 
-    def __init__(self, dim: int, style: NormStyle, dropout_p: float, alpha: float = 1.0) -> None:
+    def __init__(self, dim: int, style: NormStyle, dropout_p: float, alpha: float = 1.0, eps: float = 1e-5) -> None:
         super().__init__()
         assert style == "deepnorm" or alpha == 1.0
-        self.norm = LayerNorm(dim)
+        self.norm = LayerNorm(dim, eps)
         self.dropout_p = dropout_p
         self.style = style
         self.alpha = alpha

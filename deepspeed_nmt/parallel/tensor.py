@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.embedding import Projection, S, T, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, S, T, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.linear import Epilogue, Linear
 from deepspeed_nmt.parallel.world import World
@@ -126,8 +126,9 @@ def parallelize(model: nn.Module, world: World) -> None:
         plan = PLANS.get(type(module))
         if plan is not None:
             plan(module, world)
+    common = {part for module in model.modules() if isinstance(module, COMMON) for part in module.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not hasattr(module.weight, SLICE):
+        if isinstance(module, nn.Linear) and module not in common and not hasattr(module.weight, SLICE):
             raise ConfigError(
                 f"engine.tensor_parallel is {world.tensor_ranks}, but this model's {name} has no plan for being "
                 "sliced; use engine.tensor_parallel=1 with engine.ds_config=zero3"
@@ -185,14 +186,16 @@ def _plan_feed_forward(module: nn.Module, world: World) -> None:
 
 
 def _plan_embedding(module: nn.Module, world: World) -> None:
-    assert isinstance(module, TokenEmbedding)
+    assert isinstance(module, (TokenEmbedding, LearnedEmbedding))
     _slice(module.weight, 0, world)
-    _become(module, _ParallelEmbedding, world)
+    _become(module, _ParallelEmbedding if isinstance(module, TokenEmbedding) else _ParallelLearnedEmbedding, world)
 
 
 def _plan_projection(module: nn.Module, world: World) -> None:
     assert isinstance(module, Projection)
     _slice(module.weight, 0, world)
+    if module.bias is not None:
+        _slice(module.bias, 0, world)
     _become(module, _ParallelProjection, world)
 
 
@@ -200,8 +203,11 @@ PLANS: dict[type[nn.Module], Callable[[nn.Module, World], None]] = {
     MultiHeadAttention: _plan_attention,
     FeedForward: _plan_feed_forward,
     TokenEmbedding: _plan_embedding,
+    LearnedEmbedding: _plan_embedding,
     Projection: _plan_projection,
 }
+COMMON: tuple[type[nn.Module], ...] = (PredictionTransform,)
+"""Modules that every rank holds whole, as it does what they read and make."""
 
 
 class _RowParallelLinear(Linear):
@@ -234,8 +240,9 @@ class _ParallelFeedForward(FeedForward):
             return super().inner(_copy(x, self.world))
 
 
-class _ParallelEmbedding(TokenEmbedding):
+class _ParallelLookup:
     world: World
+    weight: nn.Parameter
 
     def lookup(self, tokens_BT: Tensor) -> Tensor:
         part: Slice = getattr(self.weight, SLICE)
@@ -247,12 +254,20 @@ class _ParallelEmbedding(TokenEmbedding):
         return whole
 
 
+class _ParallelEmbedding(_ParallelLookup, TokenEmbedding):
+    pass
+
+
+class _ParallelLearnedEmbedding(_ParallelLookup, LearnedEmbedding):
+    pass
+
+
 class _ParallelProjection(Projection):
     world: World
 
     def forward(self, states: S, consume: Callable[..., T] = F.linear) -> T:  # type: ignore[assignment]
         vocabulary = _Vocabulary(getattr(self.weight, SLICE), self.world.tensor_group)
-        return partial(consume, vocabulary=vocabulary)(states, self.weight)
+        return super().forward(states, partial(consume, vocabulary=vocabulary))
 
 
 class _Vocabulary:

@@ -9,8 +9,9 @@ from torch import Tensor
 from deepspeed_nmt.registry import Entry, Registry
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
+from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 
-SearchConfig = BeamConfig | DeepShallowConfig
+SearchConfig = BeamConfig | DeepShallowConfig | MaskPredictConfig
 """Settings of any search."""
 
 
@@ -28,5 +29,6 @@ SEARCHES: Registry[Search] = Registry(
     [
         Entry("beam", BeamConfig, BeamSearch),
         Entry("deep_shallow", DeepShallowConfig, DeepShallow),
+        Entry("mask_predict", MaskPredictConfig, MaskPredict),
     ],
 )

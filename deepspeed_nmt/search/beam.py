@@ -179,8 +179,9 @@ class BeamSearch:
     def _limits(self, source_BS: Tensor) -> list[int]:
         """The most tokens each translation may have, EOS included."""
         lengths: list[int] = source_BS.ne(self.pad).sum(dim=1).tolist()
-        config = self.config
-        return [max(1, int(config.max_length_ratio * length) + config.max_length_extra) for length in lengths]
+        config, most = self.config, self.model.longest_target
+        limits = [max(1, int(config.max_length_ratio * length) + config.max_length_extra) for length in lengths]
+        return limits if most is None else [min(limit, most) for limit in limits]
 
     def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool]) -> _Extensions:
         """The best 2K extensions of each sentence. Overwrites the logits.

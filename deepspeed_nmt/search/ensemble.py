@@ -47,6 +47,9 @@ class Ensemble(DecodableModel):
         self.models = nn.ModuleList(models)
         self._each = list(models)
         self.vocab_size, self.pad = models[0].vocab_size, models[0].pad
+        for side in ("longest_source", "longest_target"):
+            bounds = [bound for model in models if (bound := getattr(model, side)) is not None]
+            setattr(self, side, min(bounds, default=None))
         assert all(model.vocab_size == self.vocab_size for model in models)
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
 
@@ -38,8 +39,13 @@ class Tokenizer(Protocol):
         """The end-of-sentence token."""
         ...
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Sizes and special tokens of both sides."""
+        ...
+
     def encode(self, text: str, /) -> list[int]:
-        """The tokens of a sentence, without BOS and EOS."""
+        """The tokens of a sentence, without its end."""
         ...
 
     def decode(self, tokens: list[int], /) -> str:
@@ -77,7 +83,8 @@ def translate_lines(
     Args:
         model: on ``device``, in eval mode.
         lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
-            translation is empty.
+            translation is empty. Of lines longer than the model can read, the beginning is translated, with a
+            warning.
         config: the search and its settings.
         max_tokens: bound on a batch: sentences times the longest source among them, in tokens with EOS. (Memory also
             grows with the beam.) A longer line is translated in a batch of its own.
@@ -102,7 +109,20 @@ def translate_lines(
     if problems:
         raise ConfigError(problems)
     search = SEARCHES[config.name].build(model, tokenizer.bos, tokenizer.eos, tokenizer.pad, config)
-    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, torch.device(device), nbest)
+    longest, on = model.longest_source, torch.device(device)
+    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, on, nbest, longest)
+
+
+def _cut(source: list[int], longest: int, line: int) -> list[int]:
+    """As much of a source as a model can read. Nobody translates a million lines to lose them to one of them."""
+    if len(source) > longest:
+        logger.warning(
+            "line %s has %s tokens, but the model reads %s at most: its end is not translated",
+            f"{line:,}",
+            f"{len(source):,}",
+            f"{longest:,}",
+        )
+    return source[:longest]
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
@@ -144,10 +164,13 @@ def _translate(
     buffer_lines: int,
     device: torch.device,
     nbest: int,
+    longest: int | None,
 ) -> Iterator[list[Translation]]:
-    before = 0
+    before, eos = 0, tokenizer.vocabulary.source.eos
     while buffer := list(islice(lines, buffer_lines)):
         sources = [tokenizer.encode(line.rstrip("\r\n")) for line in buffer]
+        if longest is not None:
+            sources = [_cut(source, longest - 1, before + number) for number, source in enumerate(sources, start=1)]
         translations = [[Translation("", 0.0, [])] for _ in buffer]
         filled = [number for number, source in enumerate(sources) if source]
         lengths = [len(sources[number]) + 1 for number in filled]
@@ -161,9 +184,7 @@ def _translate(
                 )
         for bucket in length_buckets(lengths, max_tokens):
             numbers = [filled[place] for place in bucket]
-            source_BS, padded = pad_sources(
-                [[*sources[number], tokenizer.eos] for number in numbers], tokenizer.pad, device
-            )
+            source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], tokenizer.pad, device)
             for number, hypotheses in zip(numbers, search.search(source_BS, padded), strict=True):
                 translations[number] = [
                     Translation(tokenizer.decode(hypothesis.tokens), hypothesis.score, hypothesis.tokens)

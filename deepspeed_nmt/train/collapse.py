@@ -211,11 +211,13 @@ class _SublayerNorms:
 
         for number, residuals in self._watched.items():
             for part, residual in zip(_PARTS, residuals, strict=True):
-                residual.watch = watch(f"{part}/{number}")
+                if residual is not None:
+                    residual.watch = watch(f"{part}/{number}")
         try:
             yield
         finally:
             for residual in itertools.chain.from_iterable(self._watched.values()):
-                residual.watch = None
+                if residual is not None:
+                    residual.watch = None
         for name, value in pending.items():
             self.sums[name] += float(value)

@@ -75,6 +75,27 @@ def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int)
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("predictions", [1, 2])
+def test_logits_may_have_a_bias(monkeypatch: pytest.MonkeyPatch, predictions: int, frozen: bool) -> None:
+    """It has a gradient even where the output matrix, an embedding that is not trained, has none."""
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: 3)
+    torch.manual_seed(0)
+    states = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=not frozen)
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([1, 0, 3, 10, 0, 2, 5])
+    found = []
+    for function in (projected_cross_entropy, projected_cross_entropy_ref):
+        loss, nll, divergence = function(states, weight, targets, 0.1, 0, divergence_weight=0.7, bias=bias)
+        wanted = [*states, bias] if frozen else [*states, bias, weight]
+        found.append((loss.detach(), nll.detach(), divergence.detach(), *torch.autograd.grad(loss * 1.5, wanted)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(projected_cross_entropy(states, weight, targets, 0.1, 0, 0.7, bias=bias)[0], found[0][0])
+
+
 def test_touch_gives_a_gradient_of_zero_whatever_was_touched() -> None:
     x, weight = torch.randn(3, 2, requires_grad=True), torch.tensor([float("inf"), 1.0], requires_grad=True)
     y = ops.touch(x, weight[1:] * 2.0)

@@ -199,7 +199,7 @@ def test_recomputation_by_a_memory_budget(capsys: pytest.CaptureFixture[str]) ->
 
     def chosen(*settings: str) -> tuple[int, int]:
         config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=8192", *settings])
-        return recomputation(config, V.size, "fp32", alone)
+        return recomputation(config, V, "fp32", alone)
 
     assert chosen("engine.recompute_decoder=2") == (0, 2)
     # Counted for this model: none takes 0.95 GiB, the encoder alone 0.64, the decoder alone 0.53, all 0.22.

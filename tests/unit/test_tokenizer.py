@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from deepspeed_nmt.data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, train_bpe, train_words
+from deepspeed_nmt.data.tokenizer import (
+    INFO_FILE,
+    MODEL_FILE,
+    SentencePieceTokenizer,
+    Tokenizer,
+    train_bpe,
+    train_words,
+)
 from deepspeed_nmt.errors import DataError
 
 RAW = [f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")]
@@ -125,7 +132,7 @@ def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> N
         sentence_iterator=iter(RAW), model_prefix=str(prefix), vocab_size=60, model_type="bpe", minloglevel=4
     )
     with pytest.raises(DataError, match="must be 0, 1, 2, 3, but are -1, 1, 2, 0"):
-        Tokenizer(prefix.with_suffix(".model").read_bytes())
+        SentencePieceTokenizer(prefix.with_suffix(".model").read_bytes())
 
 
 def test_real_segmented_text(shared_data: Path) -> None:

@@ -22,6 +22,7 @@ class Letters:
     """Tokens 4... are the letters of the alphabet."""
 
     pad, unk, bos, eos = 0, 1, 2, 3
+    vocabulary = Vocabulary(30, pad, bos, eos, unk)
 
     def encode(self, text: str) -> list[int]:
         assert "\n" not in text

@@ -1,0 +1,152 @@
+"""The vocabularies of two BERTs, one for each side, with their own tokenizers.
+
+A sentence begins with [CLS] and ends with [SEP] on both sides: they are BOS and EOS. [PAD], [UNK] and [MASK] keep
+their meanings. What such a tokenizer does to text (lower case, accents, spaces around punctuation) cannot be undone,
+so references are put into the same form before they are compared with translations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_nmt import hub
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Side, Tokenizer
+from deepspeed_nmt.errors import ConfigError, DataError
+
+SIDES: tuple[Side, Side] = ("source", "target")
+PREFIX = "hf:"
+"""Of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
+
+Contents = dict[Side, str]
+Special = dict[Side, dict[str, int]]
+
+
+class BertTokenizer(Tokenizer):
+    """Two BERTs' tokenizers.
+
+    Args:
+        contents: their JSON, as the library `tokenizers` reads it, by side.
+        special: numbers of their special tokens, by side and by :data:`deepspeed_nmt.hub.SPECIAL`.
+
+    Raises:
+        DataError: if they cannot be read, or the two have different padding tokens.
+        ConfigError: if `tokenizers` is not installed.
+    """
+
+    def __init__(self, contents: Contents, special: Special) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(
+                f"the vocabularies of BERTs need the package transformers, which is not installed; "
+                f"install it ({hub.EXTRA})"
+            ) from error
+        self._contents, self._special = contents, special
+        try:
+            self._sides = {side: tokenizers.Tokenizer.from_str(contents[side]) for side in SIDES}
+        except Exception as error:  # what the library raises has no class of its own
+            raise DataError(f"the vocabulary must be a tokenizer's JSON, but could not be read: {error}") from error
+        for each in self._sides.values():
+            each.encode_special_tokens = True  # "[SEP]" in a text is text
+            each.no_truncation()
+            each.no_padding()
+        source, target = (self._vocabulary(side) for side in SIDES)
+        if source.pad != target.pad:
+            raise DataError(
+                f"the two tokenizers must have the same number for [PAD], but have {source.pad} and {target.pad}; "
+                "take others"
+            )
+        self.vocabulary = Vocabulary(
+            target.size, target.pad, target.bos, target.eos, target.unk, target.mask, own_source=source
+        )
+
+    @classmethod
+    def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
+        """Those of ``BERT`` for both sides, or of ``BERT,BERT`` for source and target.
+
+        Raises:
+            ConfigError: if one cannot be had.
+        """
+        parts = names.split(",")
+        if len(parts) > 2 or not all(parts):
+            raise ConfigError(f"{option} must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {PREFIX}{names}")
+        loaded = [hub.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
+        contents: Contents = {side: each.content for side, each in zip(SIDES, loaded, strict=True)}
+        special: Special = {side: each.special for side, each in zip(SIDES, loaded, strict=True)}
+        return cls(contents, special)
+
+    @classmethod
+    def read(cls, path: Path, info: dict[str, Any]) -> BertTokenizer:
+        """Read the vocabularies of a directory whose INFO_FILE says ``info``.
+
+        Raises:
+            DataError: if they are missing or cannot be read.
+        """
+        try:
+            special: Special = {side: {name: int(info[side][name]) for name in hub.SPECIAL} for side in SIDES}
+            contents: Contents = {side: (path / _file(side)).read_text(encoding="utf-8") for side in SIDES}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(_file, SIDES))}), but "
+                f"does not ({error}); give a directory that `prepare` has made"
+            ) from error
+        return cls(contents, special)
+
+    def files(self) -> dict[str, bytes]:
+        info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
+        texts = {_file(side): content for side, content in self._contents.items()}
+        texts[INFO_FILE] = json.dumps(info, indent=2) + "\n"
+        return {name: text.encode() for name, text in texts.items()}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(content for _, content in sorted(self.files().items()))).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        """As in :class:`Tokenizer`; a source begins with [CLS]. The library decides on threads."""
+        encodings = self._sides[side].encode_batch(list(texts), add_special_tokens=False)
+        tokens = [list(encoding.ids) for encoding in encodings]
+        if side == "target":
+            return tokens
+        begin = self.vocabulary.source.bos
+        return [[begin, *each] if each else [] for each in tokens]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        vocabulary, target = self.vocabulary, self._sides["target"]
+        silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
+        numbers = [int(token) for token in tokens if int(token) not in silent]
+        pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(target.id_to_token(each)) for each in numbers]
+        return self._joined(pieces)
+
+    def reference(self, text: str) -> str:
+        """In lower case if the tokenizer makes it so, with spaces where it puts them; no word is unknown here."""
+        target = self._sides["target"]
+        normal = text if target.normalizer is None else target.normalizer.normalize_str(text)
+        if target.pre_tokenizer is None:
+            return normal
+        return self._joined([word for word, _ in target.pre_tokenizer.pre_tokenize_str(normal)])
+
+    def _joined(self, pieces: list[str]) -> str:
+        decoder = self._sides["target"].decoder
+        text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
+        return text.replace(" ' ", "'")
+
+    def _vocabulary(self, side: Side) -> Vocabulary:
+        special = self._special[side]
+        return Vocabulary(
+            size=self._sides[side].get_vocab_size(),
+            pad=special["pad"],
+            bos=special["cls"],
+            eos=special["sep"],
+            unk=special["unk"],
+            mask=special["mask"],
+        )
+
+
+def _file(side: Side) -> str:
+    return f"vocabulary.{side}.json"

@@ -1,0 +1,132 @@
+"""What comes from elsewhere through `transformers`: shapes, weights and tokenizers of BERTs.
+
+Each is named by a folder, or by a name on the Hugging Face hub. The only file that imports `transformers`, an
+optional package, and only when asked for something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import ConfigError
+
+EXTRA = "pip install 'transformers>=5,<6'"
+SPECIAL = ("pad", "cls", "sep", "unk", "mask")
+
+
+class Shape(NamedTuple):
+    """Shape of a BERT."""
+
+    dim: int
+    layers: int
+    heads: int
+    ffn_dim: int
+    positions: int
+    norm_eps: float
+    activation: str
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer: its JSON as `tokenizers` reads it, and the numbers of its special tokens by :data:`SPECIAL`."""
+
+    content: str
+    special: dict[str, int]
+
+
+def load_shape(name: str, option: str) -> Shape:
+    """The shape of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: by which the user named it, for messages.
+
+    Raises:
+        ConfigError: if there is none, it is no BERT, or of a kind that is not supported.
+    """
+    config = _load("AutoConfig", name, option, "config.json")
+    if config.model_type != "bert":
+        raise ConfigError(f"{option} must be a BERT, but {name} has model_type={config.model_type}; name another")
+    if config.hidden_act not in ("gelu", "relu"):
+        raise ConfigError(f"{option} must have hidden_act gelu or relu, but that of {name} is {config.hidden_act}")
+    return Shape(
+        dim=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        ffn_dim=config.intermediate_size,
+        positions=config.max_position_embeddings,
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+    )
+
+
+def load_weights(name: str, option: str) -> dict[str, Tensor]:
+    """A BERT's weights by their names in `transformers`' BertForMaskedLM, fp32. Where it was saved without its head,
+    that is left out.
+
+    Raises:
+        ConfigError: if they cannot be had, or some are missing.
+    """
+    load_shape(name, option)
+    model, info = _load("BertForMaskedLM", name, option, "weights", output_loading_info=True)
+    missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
+    if missing or info["mismatched_keys"]:
+        first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
+        raise ConfigError(f"{option} must hold the weights of a whole BERT, but {name} lacks {first}; name another")
+    if info["missing_keys"]:
+        logger.warning("%s was saved without its language-model head; that of the new model starts fresh", name)
+    weights: dict[str, Tensor] = model.float().state_dict()
+    return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
+
+
+def load_vocabulary(name: str, option: str) -> Vocabulary:
+    """A BERT's tokenizer.
+
+    Raises:
+        ConfigError: if there is none, or it lacks a special token.
+    """
+    tokenizer = _load("AutoTokenizer", name, option, "tokenizer")
+    numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
+    special = {each: int(number) for each, number in numbers.items() if number is not None}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    lacking = [each.upper() for each in SPECIAL if each not in special]
+    if backend is None or lacking:
+        what = f"special tokens for {', '.join(lacking)}" if lacking else "a tokenizer of the library `tokenizers`"
+        raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
+    return Vocabulary(backend.to_str(), special)
+
+
+def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
+    """Something of `transformers` by its ``from_pretrained``, in silence.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
+        ) from error
+    local = Path(name).expanduser()
+    if not local.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or local.exists()):
+        raise ConfigError(
+            f"{option} must be a folder or a name on the Hugging Face hub, but there is no folder {name}"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    load: Callable[..., Any] = getattr(transformers, kind).from_pretrained
+    try:
+        if local.is_dir():
+            return load(str(local), local_files_only=True, **options)
+        return load(name, **options)
+    except Exception as error:  # whatever a file of somebody else's may cause there
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "
+            f"could not be loaded: {reason or type(error).__name__}"
+        ) from error

@@ -1,0 +1,300 @@
+"""AB-Net (Guo et al. 2020): two frozen BERTs with trained adapters, which translate without an order.
+
+Write S and F for the sub-layers of a frozen BERT layer as in :mod:`deepspeed_nmt.methods.parallel_decoder`,
+self-attention looking both ways, and N for a LayerNorm. Trained are
+
+    encoder layer    H' = X + W_2 relu(W_1 N(X)),            X = F(S(H))
+    serial decoder   H' = A + W_2 relu(W_1 N(A)),            A = X + CrossAttention(N(X), R),  X = F(S(H))
+    parallel         H' = F(A) + W_2 relu(W_1 N(A)),         A = S(H) + CrossAttention(N(H), R)
+
+and the length's predictor, which reads the number of target tokens from the encoder's state at [CLS]. Serial adapters
+have residual connections of their own; parallel ones add to what the frozen sub-layer beside them gives.
+
+Training shows the decoder [CLS] y [SEP] with m of the N tokens of y masked, m uniform in 1..N, and minimises what the
+masked ones cost, given the rest and the source (eq. 5; Ghazvininejad et al. 2019). On average (N + 1) / 2 of N + 1
+tokens are masked, hence a factor of 2 makes losses those of a token. Which ones they are is a function of (seed,
+update, sentence).
+
+Legend: B sentences, S source length, T target length, D model width, L lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.methods import bert
+from deepspeed_nmt.methods.bert import BertPair, Loader
+from deepspeed_nmt.methods.parallel_decoder import cross, fed
+from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
+from deepspeed_nmt.nn.feedforward import FeedForward
+from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, EncoderLayer, MakeDecoderLayer
+from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.sublayer import Residual
+from deepspeed_nmt.randomness import Purpose, uniforms
+from deepspeed_nmt.registry import Config
+
+LENGTH = "length"
+"""Name of the length's logits among what a pass gives."""
+_LOGITS_AT_ONCE = 1 << 24
+
+
+class AbNetConfig(BertPair):
+    """AB-Net on two BERTs."""
+
+    name: Literal["abnet"] = "abnet"
+    adapters: Literal["serial", "parallel"] = Field(
+        default="serial", description="of the decoder: serial or parallel"
+    )
+    adapter_dim: int = Field(default=2048, ge=1, description="inner width of the adapters' networks")
+
+
+class MaskedTokensConfig(Config):
+    """Settings of the masked-token objective."""
+
+    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    length_weight: float = Field(default=0.1, ge=0.0, description="weight of the length's loss, a sentence's mean")
+
+
+class AdaptedEncoderLayer(nn.Module):
+    """A frozen BERT layer and an adapter on top."""
+
+    def __init__(self, config: AbNetConfig) -> None:
+        super().__init__()
+        shape = config.source
+        self.layer = bert.bert_layer(shape, config)
+        self.adapter = FeedForward(shape.dim, config.adapter_dim)
+        self.adapter_residual = bert.residual(shape, config, "pre")
+
+    def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """Shape: (B,S,D) -> (B,S,D)"""
+        return fed(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
+
+
+class AdaptedDecoderLayer(CrossAttending):
+    """A frozen BERT layer with an adapter that sees the source, behind it or beside it."""
+
+    def __init__(self, config: AbNetConfig) -> None:
+        super().__init__()
+        shape = config.target
+        self.layer = bert.bert_layer(shape, config)
+        self.cross_attention = bert.attention(shape, config)
+        self.cross_residual: Residual = bert.residual(shape, config, "pre")
+        self.adapter = FeedForward(shape.dim, config.adapter_dim)
+        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.parallel = config.adapters == "parallel"
+
+    @property
+    def self_residual(self) -> Residual:  # type: ignore[override]
+        """That of the frozen layer's self-attention."""
+        return self.layer.self_residual
+
+    @property
+    def feed_forward_residual(self) -> Residual:  # type: ignore[override]
+        """That of the frozen layer's feed-forward network."""
+        return self.layer.feed_forward_residual
+
+    def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """Shape: (B,T,D) -> (B,T,D)"""
+        both_ways = Context(mask=context.target_mask)
+        if not self.parallel:
+            x_BTD = cross(self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context)
+            return fed(self.adapter, self.adapter_residual, x_BTD)
+        attention, around = self.layer.self_attention, self.layer.self_residual
+        attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.closing(x_BTD))
+        sum_BTD = cross(self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended)
+        frozen = fed(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
+        return fed(self.adapter, self.adapter_residual, sum_BTD, onto_BTD=frozen)
+
+
+class AbNet(TranslationModel):
+    """Fills in masked tokens. Built by :func:`build_abnet`.
+
+    Attributes:
+        mask: the token that stands for one to be guessed.
+    """
+
+    def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.config = config
+        self.source_embedding = bert.embedding(config.source, config, vocabulary.source)
+        self.target_embedding = bert.embedding(config.target, config, vocabulary)
+        transform, self.projection = bert.head(config.target, self.target_embedding, True, vocabulary)
+        self.encoder = LayerStack([AdaptedEncoderLayer(config) for _ in range(config.source.layers)])
+        decoder = [AdaptedDecoderLayer(config) for _ in range(config.target.layers)]
+        self.decoder = LayerStack(decoder, final_norm=transform)
+        self.length = nn.Linear(config.source.dim, config.target.positions)
+        self.vocabulary = vocabulary
+        self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
+        self.mask = vocabulary.unk if vocabulary.mask is None else vocabulary.mask
+        self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
+        bert.initialise(self)
+        frozen = [self.source_embedding, self.target_embedding, transform, self.projection]
+        for module in [*frozen, *(layer.layer for layer in [*self._encoder_layers(), *self._decoder_layers()])]:
+            module.requires_grad_(False)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        return 1, 1
+
+    @property
+    def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
+        return [self.encoder], [self.decoder]
+
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
+        return Memory(states_BSD, mask)
+
+    def decode(
+        self,
+        target_input_BT: Tensor,
+        memory: Memory,
+        draw: Draw | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Decoder states of [CLS] y [SEP], in which tokens are masked; every position sees every other."""
+        seen_BT = target_input_BT.ne(self.pad)
+        seen_BT[:, 0] = True
+        context = Context(memory.mask, memory.states_BSD, draw, target_mask=seen_BT[:, None, None, :])
+        states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context)
+        return states
+
+    def lengths(self, memory: Memory) -> Tensor:
+        """Logits of the number of target tokens, [CLS] and [SEP] not counted. Shape: -> (B,L)"""
+        logits_BL: Tensor = self.length(memory.states_BSD[:, 0])
+        return logits_BL
+
+    def guess(self, tokens_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """The most probable token at each position, and its log-probability (nats). Special tokens are never guessed.
+
+        Shape: (R,T) -> (R,T), (R,T)
+        """
+        states_ND = self.decode(tokens_RT, memory)[0].flatten(0, 1)
+        never = [self.pad, self.vocabulary.bos, self.vocabulary.eos, self.mask]
+        best = []
+        for part_ND in torch.split(states_ND, max(1, _LOGITS_AT_ONCE // self.vocab_size)):
+            logits_NV: Tensor = self.projection(part_ND)
+            log_p_NV = torch.log_softmax(logits_NV.float(), dim=1)
+            log_p_NV[:, never] = -torch.inf
+            best.append(log_p_NV.max(dim=1))
+        tokens_N, log_p_N = torch.cat([each.indices for each in best]), torch.cat([each.values for each in best])
+        return tokens_N.view_as(tokens_RT), log_p_N.view_as(tokens_RT)
+
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        memory = self.encode(batch.source_BS, padded=batch.source_padded)
+        shown_BT = batch.target_output_BT.masked_fill(masked_positions(batch, self.vocabulary), self.mask)
+        tokens_BT = torch.cat([batch.target_input_BT[:, :1], shown_BT], dim=1)
+        return {TOP: self.decode(tokens_BT, memory)[0][:, 1:], LENGTH: self.lengths(memory)}
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.read(batch)[TOP]
+
+    def begin(self) -> DecoderCache:
+        raise ConfigError("model.name=abnet does not translate from left to right; use search.name=mask_predict")
+
+    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        raise NotImplementedError  # nobody has a cache
+
+    def at_exit(self, name: str) -> AbNet:
+        if name != TOP:
+            raise ConfigError(f"model.name=abnet has no exits but the top, but one is asked for: '{name}'")
+        return self
+
+    def load_pretrained(self) -> bool:
+        assert isinstance(self.decoder.final_norm, PredictionTransform)
+        source = Loader(self.config.source_encoder, "source")
+        _load(source, self.source_embedding, [layer.layer for layer in self._encoder_layers()])
+        target = Loader(self.config.target_encoder, "target")
+        if not target.has_head:
+            raise ConfigError(
+                "model.target_encoder must have been saved with its language-model head, because model.name=abnet "
+                f"trains none, but {self.config.target_encoder} was saved without"
+            )
+        _load(target, self.target_embedding, [layer.layer for layer in self._decoder_layers()])
+        target.head(self.decoder.final_norm, self.projection)
+        return True
+
+    def _encoder_layers(self) -> list[AdaptedEncoderLayer]:
+        return [layer for layer in self.encoder.layers if isinstance(layer, AdaptedEncoderLayer)]
+
+    def _decoder_layers(self) -> list[AdaptedDecoderLayer]:
+        return [layer for layer in self.decoder.layers if isinstance(layer, AdaptedDecoderLayer)]
+
+
+def _load(loader: Loader, embedded: LearnedEmbedding, layers: Sequence[EncoderLayer]) -> None:
+    loader.embedding(embedded)
+    for number, layer in enumerate(layers):
+        loader.layer(layer, number)
+
+
+def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None) -> AbNet:
+    """An AB-Net whose BERTs are still to be loaded; ``make_layer`` is not used, the decoder makes its own layers."""
+    return AbNet(config, vocabulary)
+
+
+def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
+    """Which target tokens are to be guessed: bool, never EOS or padding. Shape: -> (B,T), as the target's output"""
+    output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
+    words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
+    count_B1 = words_BT.sum(dim=1, keepdim=True)
+    chance_B1 = uniforms(ids_B, 1, batch.seed, Purpose.MASK_COUNT, batch.update)
+    draws_BT = uniforms(ids_B, output_BT.shape[1], batch.seed, Purpose.MASKED_TARGETS, batch.update)
+    # The place of each token in its sentence's random order; what is no word comes last.
+    place_BT = draws_BT.masked_fill(~words_BT, 2.0).argsort(dim=1).argsort(dim=1)
+    return words_BT & (place_BT < (chance_B1 * count_B1).floor() + 1)
+
+
+class MaskedTokens:
+    """What masked tokens cost, and the length."""
+
+    def __init__(self, config: MaskedTokensConfig, vocabulary: Vocabulary) -> None:
+        self.smoothing, self.length_weight = config.smoothing, config.length_weight
+        self.vocabulary = vocabulary
+
+    def plan(self, passes: Passes) -> None:
+        """One pass is all it takes."""
+
+    def __call__(
+        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
+    ) -> LossOutput:
+        (found,) = passes
+        output_BT, pad = batch.target_output_BT, self.vocabulary.pad
+        targets_BT = output_BT.masked_fill(~masked_positions(batch, self.vocabulary), pad)
+        consume = partial(
+            projected_cross_entropy,
+            targets_N=targets_BT.flatten(),
+            smoothing=self.smoothing,
+            ignore_index=pad,
+        )
+        loss, nll_N, _ = model.projection([found[TOP].flatten(0, 1)], consume)
+        length = self._length(found[LENGTH], batch)
+        return LossOutput(2.0 * loss + self.length_weight * length, 2.0 * nll_N.sum(), {LENGTH: length.detach()})
+
+    def _length(self, logits_BL: Tensor, batch: Batch) -> Tensor:
+        """The length's negative log-likelihood: once divided by the update's tokens, its mean over sentences."""
+        real_BT = batch.target_output_BT.ne(self.vocabulary.pad)
+        length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
+        losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
+        tokens = batch.update_tokens or batch.target_tokens
+        sentences = batch.update_sentences or batch.rows
+        return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * (tokens / max(1, sentences))
+
+
+def build_masked_tokens(config: MaskedTokensConfig, vocabulary: Vocabulary) -> MaskedTokens:
+    """The likelihood of a run."""
+    return MaskedTokens(config, vocabulary)

@@ -1,0 +1,132 @@
+"""Mask-predict (Ghazvininejad et al. 2019): all tokens of a translation at once, the doubtful ones again.
+
+For each of the l most probable lengths N: start from N masks; in iteration t = 1..T guess the masked tokens, then
+mask the n = floor(N (T - t) / T) least probable ones. The candidate whose tokens have the highest mean
+log-probability wins.
+
+Legend: B sentences, S source length, T target length, L lengths tried, R rows = B x L.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.search.beam import Hypothesis
+
+
+class MaskPredictConfig(Config):
+    """Settings of mask-predict."""
+
+    name: Literal["mask_predict"] = "mask_predict"
+    iterations: int = Field(default=10, ge=1, description="T")
+    length_beam: int = Field(default=5, ge=1, description="l, lengths tried for each sentence")
+
+    @property
+    def beam(self) -> int:
+        """Candidates of a sentence."""
+        return self.length_beam
+
+
+@runtime_checkable
+class MaskedModel(Protocol):
+    """A model that guesses masked tokens.
+
+    Attributes:
+        mask: the token that stands for one to be guessed.
+        longest_target: most tokens of a translation, its end included.
+    """
+
+    mask: int
+    longest_target: int | None
+
+    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        """Encode sources. Shape: (B,S) -> (B,S,D)"""
+
+    def lengths(self, memory: Memory) -> Tensor:
+        """Logits of the number of target tokens. Shape: -> (B,L)"""
+
+    def guess(self, tokens_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """The most probable token at each position, and its log-probability. Shape: (R,T) -> (R,T), (R,T)"""
+
+
+class MaskPredict:
+    """Mask-predict with one model.
+
+    Args:
+        model: in eval mode when :meth:`search` is called.
+        bos, eos, pad: special tokens; a row is BOS, the tokens, EOS, padding.
+        config: the settings.
+
+    Raises:
+        ConfigError: if the model cannot guess.
+    """
+
+    def __init__(self, model: DecodableModel, bos: int, eos: int, pad: int, config: MaskPredictConfig) -> None:
+        if not isinstance(model, MaskedModel):
+            raise ConfigError(
+                "search.name=mask_predict needs a model that guesses masked tokens; use search.name=beam"
+            )
+        self.model: MaskedModel = model
+        self.bos, self.eos, self.pad = bos, eos, pad
+        self.config = config
+
+    @torch.inference_mode()
+    def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
+        """Translate a batch of sentences: a candidate of each length, best first; their ``score`` is the mean
+        log-probability of a token. Shape: (B,S)
+        """
+        if source_BS.shape[0] == 0:
+            return []
+        memory = self.model.encode(source_BS, padded)
+        length_BL = self._lengths(memory)
+        tried = length_BL.shape[1]
+        rows_R = torch.arange(source_BS.shape[0], device=source_BS.device).repeat_interleave(tried)
+        tokens_RT, log_p_RT = self._fill(length_BL.flatten(), memory.select(rows_R))
+        found: list[list[Hypothesis]] = []
+        lengths = length_BL.tolist()
+        sums = log_p_RT.sum(dim=1).view(-1, tried).tolist()
+        tokens = tokens_RT.view(-1, tried, tokens_RT.shape[1]).tolist()
+        for row, each in enumerate(lengths):
+            hypotheses = [
+                Hypothesis(tokens[row][place][1 : count + 1], sums[row][place] / count, sums[row][place])
+                for place, count in enumerate(each)
+            ]
+            found.append(sorted(hypotheses, key=lambda hypothesis: -hypothesis.score))
+        return found
+
+    def _lengths(self, memory: Memory) -> Tensor:
+        """The most probable lengths; at least one token, and no more than the model can read. Shape: -> (B,L)"""
+        logits_BN = self.model.lengths(memory).float()
+        longest = logits_BN.shape[1] - 1 if self.model.longest_target is None else self.model.longest_target - 1
+        best = logits_BN[:, 1 : longest + 1].topk(min(self.config.length_beam, longest), dim=1)
+        return best.indices + 1
+
+    def _fill(self, length_R: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Rows of so many tokens each, and each token's log-probability, 0 elsewhere. Shape: (R,) -> (R,T), (R,T)"""
+        place_T = torch.arange(int(length_R.max()) + 2, device=length_R.device)
+        length_R1 = length_R.unsqueeze(1)
+        words_RT = (place_T >= 1) & (place_T <= length_R1)
+        tokens_RT = torch.full(words_RT.shape, self.pad, device=length_R.device)
+        tokens_RT[:, 0] = self.bos
+        tokens_RT.masked_fill_(place_T == length_R1 + 1, self.eos)
+        masked_RT = words_RT
+        log_p_RT = torch.zeros(words_RT.shape, device=length_R.device)
+        total = self.config.iterations
+        for iteration in range(1, total + 1):
+            tokens_RT = tokens_RT.masked_fill(masked_RT, self.model.mask)
+            guessed_RT, guessed_log_p_RT = self.model.guess(tokens_RT, memory)
+            tokens_RT = torch.where(masked_RT, guessed_RT, tokens_RT)
+            log_p_RT = torch.where(masked_RT, guessed_log_p_RT, log_p_RT)
+            doubtful_R1 = length_R1 * (total - iteration) // total
+            if not bool(doubtful_R1.any()):
+                break
+            order_RT = log_p_RT.masked_fill(~words_RT, torch.inf).argsort(dim=1, stable=True).argsort(dim=1)
+            masked_RT = words_RT & (order_RT < doubtful_R1)
+        return tokens_RT, log_p_RT

@@ -1,0 +1,323 @@
+"""Models made of two BERTs: the same numbers as `transformers`, and what each decoder makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.parallel_decoder import BertTransformer
+from deepspeed_nmt.runs import build_model, build_objective
+from tests.berts import make_bert, transformers
+
+ENGLISH = ["the old house stands by the river", "a dog runs to the house", "the river is wide and old"] * 5
+GERMAN = ["das alte haus steht am fluss", "ein hund läuft zum haus", "der fluss ist breit und alt"] * 5
+PAPER = {
+    "bert_scratch_transformer": 248,
+    "bert_init_transformer": 200,
+    "bert_coordinator": 329,
+    "bert_serial": 172,
+    "bert_parallel": 257,
+    "bert_parallel_frozen": 171,
+}
+AUTOREGRESSIVE = list(PAPER)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """BERTs of the source and of the target language, of different depth and vocabulary."""
+    path = tmp_path_factory.mktemp("berts")
+    return (
+        make_bert(path / "de", GERMAN, seed=1, vocab_size=90, layers=3, num_attention_heads=2),
+        make_bert(path / "en", ENGLISH, seed=2, vocab_size=80, layers=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: tuple[Path, Path]) -> BertTokenizer:
+    return BertTokenizer.from_berts(",".join(map(str, folders)))
+
+
+def settings(folders: tuple[Path, Path]) -> list[str]:
+    return [f"model.{side}_encoder={folder}" for side, folder in zip(("source", "target"), folders, strict=True)]
+
+
+def loaded(recipe: str, folders: tuple[Path, Path], vocabulary: Vocabulary, *more: str) -> Any:
+    """A recipe's model with its BERTs' weights, in eval mode."""
+    config = load_config(recipe, settings=[*settings(folders), *more]).resolved()
+    model = build_model(config, vocabulary)
+    assert model.load_pretrained() == config.model.model_dump().get("pretrained", True)
+    return model.eval()
+
+
+def batch(tokenizer: BertTokenizer) -> Batch:
+    """Two pairs of different lengths."""
+    v = tokenizer.vocabulary
+    sources = [[*each, v.source.eos] for each in tokenizer.encode_batch(["das alte haus", "ein hund"], "source")]
+    targets = tokenizer.encode_batch(["the old house stands", "a dog"], "target")
+    rows = [torch.tensor(each) for each in sources], [torch.tensor([v.bos, *each]) for each in targets]
+    outputs = [torch.tensor([*each, v.eos]) for each in targets]
+    padded = [torch.nn.utils.rnn.pad_sequence(each, True, v.pad) for each in (*rows, outputs)]
+    lengths = sum(len(each) for each in outputs), sum(len(each) for each in rows[0])
+    return Batch(*padded, torch.tensor([7, 11]), *lengths, v.pad, 1, 1)
+
+
+def test_the_encoder_is_transformers_bert(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
+    theirs = transformers.BertModel.from_pretrained(folders[0], add_pooling_layer=False).eval()
+    mask = data.source_BS.ne(data.pad)
+    with torch.no_grad():
+        expected = theirs(data.source_BS, attention_mask=mask.long()).last_hidden_state
+        found = model.encode(data.source_BS).states_BSD
+    assert expected.std() > 0.5 and not mask.all()
+    torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-5)
+
+
+def causal(folder: Path) -> Any:
+    """`transformers`' BERT as a language model from left to right."""
+    config = transformers.BertConfig.from_pretrained(folder, is_decoder=True)
+    return transformers.BertLMHeadModel.from_pretrained(folder, config=config).eval()
+
+
+def silence_fusion(model: BertTransformer) -> None:
+    """Have the fusion sub-layers give nothing."""
+    with torch.no_grad():
+        for name, parameter in model.decoder.named_parameters():
+            if "cross_residual" in name or "fusion_residual" in name:
+                parameter.zero_()
+
+
+def test_without_its_fusion_a_parallel_decoder_is_a_causal_bert(
+    folders: tuple[Path, Path], tokenizer: BertTokenizer
+) -> None:
+    model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
+    silence_fusion(model)
+    with torch.no_grad():
+        expected = causal(folders[1])(data.target_input_BT[:1]).logits
+        found = model.projection(model.decode(data.target_input_BT[:1], model.encode(data.source_BS[:1]))[0])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_the_coordinator_encodes_the_prefix_as_a_causal_bert(
+    folders: tuple[Path, Path], tokenizer: BertTokenizer
+) -> None:
+    model, data = (
+        loaded("bert_coordinator", folders, tokenizer.vocabulary, "model.coordinator_layers=2"),
+        batch(tokenizer),
+    )
+    prefix = model.target_embedding(data.target_input_BT[:1])
+    from deepspeed_nmt.nn.layers import Context
+
+    with torch.no_grad():
+        for layer in list(model.decoder.layers)[:4]:
+            prefix = layer(prefix, Context())
+        expected = causal(folders[1]).bert(data.target_input_BT[:1]).last_hidden_state
+    torch.testing.assert_close(prefix, expected, rtol=0, atol=1e-5)
+    assert len(model.decoder.layers) == 4 + 2
+    assert model.projection.weight is not model.target_embedding.weight
+    assert torch.equal(model.projection.weight, model.target_embedding.weight), "it starts as a copy"
+
+
+def test_a_parallel_layer_is_equations_7_to_10(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    """Written out with `transformers`' own sub-layers, cross-attention being BERT's attention over other states."""
+    model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
+    bert_layer = causal(folders[1]).bert.encoder.layer[0]
+    torch.manual_seed(3)
+    h, r = torch.randn(1, 5, 32), torch.randn(1, 4, 32)
+
+    def attend(query: Tensor, memory: Tensor, hidden: Tensor | None) -> Tensor:
+        part = bert_layer.attention.self
+        q, k, v = (
+            f(x).view(1, -1, 4, 8).transpose(1, 2)
+            for f, x in ((part.query, query), (part.key, memory), (part.value, memory))
+        )
+        scores = q @ k.transpose(2, 3) / 8**0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(1, -1, 32)
+        return bert_layer.attention.output(out, query)
+
+    def fed(x: Tensor) -> Tensor:
+        return bert_layer.output(bert_layer.intermediate(x), x)
+
+    from deepspeed_nmt.nn.layers import Context
+
+    with torch.no_grad():
+        a = attend(h, h, torch.ones(5, 5, dtype=torch.bool).triu(1)) + attend(h, r, None)
+        found = model.decoder.layers[0](h, Context(memory_BSD=r))
+        torch.testing.assert_close(found, fed(a) + fed(a), rtol=0, atol=1e-5)
+    assert data.rows == 2
+
+
+def test_a_serial_layer_is_made_of_two_neighbours(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    model = loaded("bert_serial", folders, tokenizer.vocabulary)
+    weights = transformers.BertForMaskedLM.from_pretrained(folders[1]).state_dict()
+    assert len(model.decoder.layers) == 2
+    for number, layer in enumerate(model.decoder.layers):
+        below, above = f"bert.encoder.layer.{2 * number}", f"bert.encoder.layer.{2 * number + 1}"
+        assert torch.equal(layer.self_attention.q_proj.weight, weights[f"{below}.attention.self.query.weight"])
+        assert torch.equal(layer.feed_forward.up_proj.bias, weights[f"{below}.intermediate.dense.bias"])
+        assert torch.equal(layer.cross_attention.v_proj.bias, weights[f"{above}.attention.self.value.bias"])
+        assert torch.equal(layer.cross_residual.norm.weight, weights[f"{above}.attention.output.LayerNorm.weight"])
+        assert torch.equal(layer.fusion.down_proj.weight, weights[f"{above}.output.dense.weight"])
+
+
+@pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
+def test_step_by_step_it_computes_what_it_does_at_once(
+    recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer
+) -> None:
+    model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
+    with torch.no_grad():
+        memory = model.encode(data.source_BS)
+        whole = model.projection(model.decode(data.target_input_BT, memory)[0])
+        cache = model.begin()
+        for place in range(data.target_input_BT.shape[1]):
+            logits = model.step(data.target_input_BT[:, place], memory, cache)
+            real = data.target_input_BT[:, place].ne(data.pad)
+            torch.testing.assert_close(logits[real], whole[real, place], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", PAPER)
+def test_parameters_are_as_many_as_in_the_paper(recipe: str) -> None:
+    """At bert-base's size. The paper counts both BERTs' poolers, which no translation model uses."""
+    config = load_config(recipe)
+    with torch.device("meta"):
+        model = build_model(config, Vocabulary(30522, own_source=Vocabulary(31102)))
+    pooler = 768 * 768 + 768
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) + 2 * pooler
+    assert abs(trained / 1e6 / PAPER[recipe] - 1.0) < 0.006
+
+
+def test_any_parts_can_be_frozen_together(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    def trained(recipe: str, *parts: str) -> set[str]:
+        model = loaded(recipe, folders, tokenizer.vocabulary, f"model.freeze=[{','.join(parts)}]")
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    everything = trained("bert_parallel")
+    gone = {part: everything - trained("bert_parallel", part) for part in ("encoding", "embeddings", "encoder")}
+    assert all(name.startswith("encoder.layers") for name in gone["encoder"]) and len(gone["encoder"]) == 3 * 15
+    assert {name.split(".")[0] for name in gone["embeddings"]} == {"source_embedding", "target_embedding"}
+    inside = ("self_attention", "self_residual", "feed_forward", "feed_forward_residual")
+    assert {name.split(".")[3] for name in gone["encoding"]} == set(inside) and len(gone["encoding"]) == 4 * 15
+    assert everything - trained("bert_parallel", "encoding", "encoder") == gone["encoding"] | gone["encoder"]
+    coordinator = trained("bert_coordinator", "encoding")
+    assert {name.split(".")[2] for name in coordinator if name.startswith("decoder.layers")} == {
+        str(n) for n in range(4, 16)
+    }
+
+
+@pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
+def test_every_trained_weight_has_a_gradient(
+    recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer
+) -> None:
+    config = load_config(recipe, settings=settings(folders)).resolved()
+    model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
+    build_objective(config, tokenizer.vocabulary)(model, data).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)) == parameter.requires_grad, name
+
+
+def test_a_bert_without_its_head_starts_with_a_fresh_one(
+    folders: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = make_bert(tmp_path / "plain", ENGLISH, seed=4, vocab_size=80, head=False)
+    vocabulary = BertTokenizer.from_berts(f"{folders[0]},{plain}").vocabulary
+    model = loaded("bert_parallel", (folders[0], plain), vocabulary)
+    assert torch.equal(model.projection.bias, torch.zeros(vocabulary.size))
+    with pytest.raises(ConfigError, match="must have been saved with its language-model head"):
+        loaded("abnet_serial", (folders[0], plain), vocabulary)
+
+
+def test_what_cannot_be_loaded_is_named(
+    folders: tuple[Path, Path], tokenizer: BertTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = folders
+
+    def fails(*folders: Path | str, vocabulary: Vocabulary = tokenizer.vocabulary) -> str:
+        with pytest.raises(ConfigError) as caught:
+            loaded("bert_parallel", folders, vocabulary)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert "there is no folder /nowhere/bert" in fails(source, "/nowhere/bert")
+    (tmp_path / "empty").mkdir()
+    assert "model.source_encoder must be a folder or a name on" in fails(tmp_path / "empty", target)
+    (tmp_path / "other").mkdir()
+    transformers.RobertaConfig(hidden_size=32).save_pretrained(tmp_path / "other")
+    assert "must be a BERT, but" in (message := fails(source, tmp_path / "other")) and "model_type=roberta" in message
+    wide = make_bert(tmp_path / "wide", ENGLISH, seed=5, vocab_size=80, hidden_size=64)
+    assert "source.dim and target.dim must be equal" in fails(source, wide)
+    message = fails(source, target, vocabulary=Vocabulary(99, own_source=tokenizer.vocabulary.source))
+    assert "model.target_encoder must have the vocabulary of the data, 99 tokens, but" in message
+    assert "prepare the data with --tokenizer" in message
+    weights = source.parent / "cut"
+    weights.mkdir()
+    for file in source.iterdir():
+        (weights / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
+    assert "with the weights of a BERT, but" in fails(weights, target)
+    config = load_config("bert_parallel")
+    with pytest.raises(ConfigError, match=r"model.source_encoder is required: the folder of a BERT, or its name"):
+        build_model(config.model_copy(update={"model": small(config.model)}), tokenizer.vocabulary).load_pretrained()
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert "needs the package transformers, which is not installed" in fails(source, target)
+
+
+def small(model: Any) -> Any:
+    """The same with a small shape."""
+    shape = model.source.model_copy(update={"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 64, "positions": 16})
+    return model.model_copy(update={"source": shape, "target": shape})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bert_parallel", "layer.name=cross_attention_drop"], "makes layers of a Transformer"),
+        (
+            ["bert_parallel", "objective.multi_softmax.exits=all", "objective.label_smoothed=null"],
+            "trained at its top",
+        ),
+        (["", "model.name=bert", "search.name=mask_predict"], "model.name=bert is decoded by search.name=beam"),
+        (["", "search.name=mask_predict"], "decodes model.name=abnet alone"),
+        (["bert_scratch_transformer", "model.freeze=[encoder]"], "with pretrained=false they are random"),
+        (["bert_serial", "model.target.layers=3"], "an even number of layers"),
+        (
+            ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],
+            "is trained by objective.masked_tokens",
+        ),
+        (["abnet_serial", "objective.ddr.weight=1"], "guesses masked tokens; set objective.ddr to null"),
+        (
+            ["transformer_base", "objective.masked_tokens.smoothing=0.1", "objective.label_smoothed=null"],
+            "abnet alone",
+        ),
+    ],
+)
+def test_combinations_without_a_meaning_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words[0] or None, settings=words[1:])
+    assert message in str(caught.value)
+
+
+def test_a_run_goes_on_without_its_berts(folders: tuple[Path, Path]) -> None:
+    """Their shapes are in the run's configuration."""
+    config = load_config("bert_parallel", settings=settings(folders))
+    begun = config.resolved()
+    gone = [f"model.{side}_encoder=/gone/{side}" for side in ("source", "target")]
+    moved = load_config("bert_parallel", settings=gone)
+    recorded = begun.model_copy(
+        update={
+            "model": begun.model.model_copy(
+                update=moved.model.model_dump(include={"source_encoder", "target_encoder"})
+            )
+        }
+    )
+    assert moved.resolved(recorded).model == recorded.model
+    with pytest.raises(ConfigError, match="there is no folder /gone/source"):
+        moved.resolved()

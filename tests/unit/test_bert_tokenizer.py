@@ -1,0 +1,86 @@
+"""The vocabularies of two BERTs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
+from deepspeed_nmt.errors import ConfigError, DataError
+from tests.berts import SPECIAL, make_bert
+
+ENGLISH = ["the old house stands by the river .", "a dog runs , it ' s well - known !"] * 5
+GERMAN = ["das alte haus steht am fluss .", "ein hund läuft zum haus !"] * 5
+
+
+@pytest.fixture(scope="module")
+def berts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("berts")
+    return make_bert(path / "de", GERMAN, 1, vocab_size=80), make_bert(path / "en", ENGLISH, 2, vocab_size=70)
+
+
+@pytest.fixture(scope="module")
+def both(berts: tuple[Path, Path]) -> BertTokenizer:
+    return BertTokenizer.from_berts(f"{berts[0]},{berts[1]}")
+
+
+def test_special_tokens_keep_their_meanings(both: BertTokenizer) -> None:
+    v = both.vocabulary
+    assert (v.pad, v.unk, v.bos, v.eos, v.mask) == (0, 1, 2, 3, 4)
+    assert SPECIAL[v.bos] == "[CLS]" and SPECIAL[v.eos] == "[SEP]"
+    assert (v.size, v.source.size) == (70, 58) and v.source is not v
+    assert (both.pad, both.bos, both.eos, both.size) == (0, 2, 3, 70)
+
+
+def test_each_side_has_its_own(both: BertTokenizer) -> None:
+    assert both.encode("") == [] == both.encode_batch([""], "target")[0]
+    source, target = both.encode("das alte haus"), both.encode_batch(["the old house"], "target")[0]
+    assert source[0] == both.vocabulary.source.bos and 2 not in source[1:] and 2 not in target
+    assert both.decode(target) == "the old house"
+    assert both.encode_batch(["das haus", "ein hund"], "source", threads=2) == [
+        both.encode("das haus"),
+        both.encode("ein hund"),
+    ]
+
+
+def test_special_tokens_in_a_text_are_text(both: BertTokenizer) -> None:
+    found = both.encode_batch(["the [SEP] house [MASK] [PAD]"], "target")[0]
+    assert not {0, 2, 3, 4} & set(found)
+
+
+def test_references_have_the_form_of_translations(both: BertTokenizer) -> None:
+    for line in ["The old House, it's well-known!", "a dog runs ."]:
+        assert both.reference(line) == both.decode(both.encode_batch([line], "target")[0])
+    assert both.reference("The old house, it's!") == "the old house, it's!"
+    assert both.reference("a Zebra") == "a zebra", "whatever the vocabulary lacks"
+    unknown = both.encode_batch(["the 猫"], "target")[0]
+    assert both.decode([2, *unknown, 3, 0, 4]) == "the ⁇"
+
+
+def test_it_is_saved_and_read_again(both: BertTokenizer, tmp_path: Path) -> None:
+    both.save(tmp_path)
+    again = Tokenizer.from_directory(tmp_path)
+    assert isinstance(again, BertTokenizer)
+    assert again.digest == both.digest and again.vocabulary == both.vocabulary
+    assert again.encode("ein hund läuft") == both.encode("ein hund läuft")
+    (tmp_path / "vocabulary.source.json").write_text("{}")
+    with pytest.raises(DataError, match="must be a tokenizer's JSON"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "vocabulary.source.json").unlink()
+    with pytest.raises(DataError, match=r"must hold the vocabularies of two BERTs .* but does not"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / INFO_FILE).write_text("[]")
+    with pytest.raises(DataError, match=r"must hold a vocabulary"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_wrong_names_are_refused(berts: tuple[Path, Path], tmp_path: Path) -> None:
+    for names in ("", "a,b,c", f"{berts[0]},"):
+        with pytest.raises(ConfigError, match=r"must be hf:BERT or hf:BERT,BERT"):
+            BertTokenizer.from_berts(names)
+    with pytest.raises(ConfigError, match="there is no folder /nowhere"):
+        BertTokenizer.from_berts("/nowhere")
+    one = BertTokenizer.from_berts(str(berts[1]))
+    assert one.vocabulary.source.size == one.vocabulary.size == 70
