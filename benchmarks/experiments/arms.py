@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from deepspeed_nmt.data.directory import DataDirectory
 
 PROGRAM = [sys.executable, "-m", "deepspeed_nmt"]
 
@@ -25,12 +28,15 @@ Results = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Arm:
-    """A run: its settings, how many times --updates it trains, the arm it grows from, and how it is translated."""
+    """A run: its settings, how many times --updates it trains, the arm it grows from, how it is translated, and the
+    recipe it starts from.
+    """
 
     settings: list[str]
     times: int = 1
     grow_from: str | None = None
     translations: dict[str, list[str]] = field(default_factory=lambda: {"": []})
+    recipe: str = "multi30k_cpu"
 
 
 def sh(*words: str) -> str:
@@ -40,11 +46,24 @@ def sh(*words: str) -> str:
 
 
 class Experiment:
-    """Arms by name, run a few at once; a run that was stopped goes on when the script is started again."""
+    """Arms by name, run a few at once; a run that was stopped goes on when the script is started again.
 
-    def __init__(self, arms: dict[str, Arm], arguments: argparse.Namespace) -> None:
+    Args:
+        common: settings of all arms.
+        reference: of the test set; default the data's own text.
+    """
+
+    def __init__(
+        self,
+        arms: dict[str, Arm],
+        arguments: argparse.Namespace,
+        common: Sequence[str] = COMMON,
+        reference: Path | None = None,
+    ) -> None:
         self.arms = arms
         self.arguments = arguments
+        self.common = common
+        self.reference = reference or arguments.data / "test.target"
         self.futures: dict[tuple[str, str], Future[Results]] = {}
 
     def run_of(self, name: str, seed: str) -> Path:
@@ -54,9 +73,9 @@ class Experiment:
     def one(self, name: str, seed: str) -> Results:
         """Train, average and translate an arm: one result for each of its translations."""
         arm, data, run = self.arms[name], self.arguments.data, self.run_of(name, seed)
-        settings = [*COMMON, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
+        settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
         settings.append(f"training.max_updates={self.arguments.updates * arm.times}")
-        train = ["train", "--recipe", "multi30k_cpu", "--data", str(data), "--run", str(run)]
+        train = ["train", "--recipe", arm.recipe, "--data", str(data), "--run", str(run)]
         if arm.grow_from:
             self.futures[arm.grow_from, seed].result()
             train += ["--grow-from", str(self.run_of(arm.grow_from, seed)), "--from-checkpoint", "average"]
@@ -64,13 +83,16 @@ class Experiment:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([*PROGRAM, *train, *settings], env=environment, check=True, stderr=stream)
         sh("average", "--run", str(run), "--last", "4")
-        vocabulary = json.loads((data / "vocabulary.json").read_text())
-        size = ["--recipe", "multi30k_cpu", "--vocab-size", str(vocabulary["size"])]
+        vocabulary = DataDirectory.open(data).tokenizer().vocabulary
+        sizes = [vocabulary.size] if vocabulary.own_source is None else [vocabulary.source.size, vocabulary.size]
+        size = ["--recipe", arm.recipe, "--vocab-size", ",".join(map(str, sizes))]
         entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         last = {key: value for entry in entries for key, value in entry.items() if "/layer_" not in key}
+        planned = json.loads(sh("plan", *size, *settings, "--json"))
         common = {
             "seed": seed,
-            "parameters": json.loads(sh("plan", *size, *settings, "--json"))["parameters"],
+            "parameters": planned["parameters"],
+            "trained": planned.get("trained", planned["parameters"]),
             "monitor_seconds": sum(entry.get("collapse/seconds", 0.0) for entry in entries),
             **last,
         }
@@ -91,7 +113,7 @@ class Experiment:
                 name, seed = job.split(":")
                 self.futures[name, seed] = pool.submit(self.one, name, seed)
             results = [result for future in self.futures.values() for result in future.result()]
-        reference = ["--reference", str(self.arguments.data / "test.target")]
+        reference = ["--reference", str(self.reference)]
         hypotheses = [str(result["hypothesis"]) for result in results]
         lines = sh("score", "--hypothesis", *hypotheses, *reference, "--json").splitlines()
         for result, line in zip(results, lines, strict=True):
