@@ -3,10 +3,10 @@
     python benchmarks/experiments/bert.py --text TEXT --data DATA --out OUT [--jobs J ...] [--at-once 2]
 
 TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k); the figures in
-benchmarks/RESULTS.md are of it, German to English. First two small BERTs are pretrained on the two sides of the training
-text by masked-token prediction, with WordPiece vocabularies of their own, and saved as `transformers` saves them
-(OUT/berts). Then DATA is prepared with their tokenizers, and each arm is trained, averaged and translated as in the
-other experiments. References are put into the form of the translations (lower case, BERT's spaces), so the scores
+benchmarks/RESULTS.md are of it, German to English. First two small BERTs are pretrained on the two sides of the
+training text by masked-token prediction, with WordPiece vocabularies of their own, and saved as `transformers` saves
+them (OUT/berts). Then DATA is prepared with their tokenizers, and each arm is trained, averaged and translated as in
+the other experiments. References are put into the form of the translations (lower case, BERT's spaces), so the scores
 compare arms, not papers. Needs transformers.
 """
 
@@ -122,7 +122,8 @@ def pretrain(text: Path, bert: Path) -> None:
         schedule.step()
         losses.append(float(loss.detach()))
         if update % 500 == 0:
-            print(f"{text.name}: update {update}, masked-token loss {sum(losses[-500:]) / 500:.3f}", flush=True)
+            sys.stdout.write(f"{text.name}: update {update}, masked-token loss {sum(losses[-500:]) / 500:.3f}\n")
+            sys.stdout.flush()
     model.save_pretrained(bert)
     tokenizer.save_pretrained(bert)
     (bert / "losses.json").write_text(json.dumps(losses))

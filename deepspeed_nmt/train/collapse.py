@@ -203,7 +203,8 @@ class _SublayerNorms:
 
         def watch(name: str) -> Callable[[Tensor], None]:
             def see(output: Tensor) -> None:
-                norms_BT = output.float().norm(dim=2)
+                # A decoder that is shown a sentence's begin and end at once has one more position, in front.
+                norms_BT = output.float().norm(dim=2)[:, -real_BT.shape[1] :]
                 added = (norms_BT * real_BT.to(norms_BT.device)).sum()
                 pending[name] = pending[name] + added if name in pending else added
 

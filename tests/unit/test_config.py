@@ -92,8 +92,8 @@ def test_parts_of_an_objective_come_and_go_by_name() -> None:
     assert "but has none" in problems("objective.label_smoothed=null")[0]
     both = problems("objective.multi_softmax.exits=all", recipe="transformer_base")
     assert both == [
-        "objective must have one of label_smoothed, multi_softmax, masked_tokens, but has label_smoothed and multi_softmax; "
-        "set the others to null"
+        "objective must have one of label_smoothed, multi_softmax, masked_tokens, but has label_smoothed and "
+        "multi_softmax; set the others to null"
     ]
 
 

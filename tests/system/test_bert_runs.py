@@ -1,0 +1,159 @@
+"""Runs on two BERTs, from prepare to score, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from tests.berts import make_bert
+from tests.support import assert_same, run_ranks
+
+RECIPES = [
+    "bert_parallel", "bert_parallel_frozen", "bert_serial", "bert_init_transformer", "bert_scratch_transformer",
+    "bert_coordinator", "abnet_serial", "abnet_parallel",
+]  # fmt: skip
+SETTINGS = [
+    *("batch.update_tokens=600", "batch.micro_tokens=600", "schedule.warmup_updates=10", "optimizer.lr=2e-3"),
+    *("training.max_updates=8", "training.validate_every=4", "training.log_every=4", "training.keep_last=9"),
+    *("validation.max_sentences=7", "collapse.every=8", "engine.device=cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def berts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """BERTs of the sample's two languages."""
+    path, text = tmp_path_factory.mktemp("berts"), data.parent / "text"
+    return [
+        make_bert(
+            path / side, (text / f"train.{side}").read_text(encoding="utf-8").splitlines(), seed, 300 + 50 * seed
+        )
+        for seed, side in enumerate(("en", "de"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def prepared(data: Path, berts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample with the BERTs' vocabularies."""
+    out, text = tmp_path_factory.mktemp("bert-data") / "data", data.parent / "text"
+    words = ["prepare", "--out", str(out), "--tokenizer", f"hf:{berts[0]},{berts[1]}", "--max-length", "126"]
+    for split in ("train", "valid", "test"):
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    assert main(words) == 0
+    return out
+
+
+def train(recipe: str, prepared: Path, run: Path, berts: list[Path], *settings: str) -> list[str]:
+    """A command."""
+    words = ["train", "--recipe", recipe, "--data", str(prepared), "--run", str(run), *SETTINGS]
+    named = [f"model.{side}_encoder={path}" for side, path in zip(("source", "target"), berts, strict=True)]
+    if recipe == "bert_coordinator":
+        named.append("model.coordinator_layers=2")
+    if recipe.startswith("abnet"):
+        named.append("model.adapter_dim=48")
+    return [*words, *named, *settings]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_trained_resumed_translated_and_scored(
+    recipe: str, prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert main(train(recipe, prepared, whole, berts)) == 0
+    said = capsys.readouterr().err
+    assert ("of them trained" in said) == (recipe not in ("bert_scratch_transformer", "bert_coordinator"))
+    # Resumed where its BERTs are no longer.
+    copies = [Path(shutil.copytree(bert, tmp_path / bert.name)) for bert in berts]
+    assert main(train(recipe, prepared, run, copies, "training.max_updates=4")) == 0
+    for copy in copies:
+        shutil.rmtree(copy)
+    assert main(train(recipe, prepared, run, copies)) == 0
+    assert "resuming after update 4" in capsys.readouterr().err
+    assert_same(run, whole, 8)
+    text, hypothesis = prepared.parent.parent, tmp_path / "hyp"
+    source, target = prepared / "test.source", prepared / "test.target"
+    options = ["--iterations", "3", "--length-beam", "2"] if recipe.startswith("abnet") else ["--beam", "2"]
+    words = ["translate", "--run", str(run), "--input", str(source), "--output", str(hypothesis), "--device", "cpu"]
+    assert text.exists() and main([*words, *options, "--nbest", "2"]) == 0
+    assert len(hypothesis.read_text(encoding="utf-8").splitlines()) == 40
+    assert main([*words, *options]) == 0
+    assert main(["score", "--hypothesis", str(hypothesis), "--reference", str(target), "--json"]) == 0
+    capsys.readouterr()
+    wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
+    assert main([*words, *wrong]) == 2
+    assert f"{wrong[0]} is no option of search.name=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "settings"),
+    [
+        ("bert_parallel_frozen", 2, ["engine.name=deepspeed", "engine.ds_config=zero3"]),
+        ("bert_coordinator", 2, ["engine.name=deepspeed", "engine.ds_config=zero2"]),
+        ("abnet_parallel", 2, ["engine.name=deepspeed", "engine.ds_config=zero3", "engine.recompute_decoder=1"]),
+        ("bert_parallel", 2, ["engine.name=plain", "engine.tensor_parallel=2"]),
+    ],
+    ids=["zero3, frozen", "zero2, untied", "zero3, recomputed, masked tokens", "tensor parallel"],
+)
+def test_every_engine_computes_the_same(
+    recipe: str, ranks: int, settings: list[str], prepared: Path, berts: list[Path], tmp_path: Path
+) -> None:
+    off = ["model.dropout=0", "model.attention_dropout=0", "validation.bleu=false", "training.log_every=1"]
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert main(train(recipe, prepared, alone, berts, *off, "engine.name=plain")) == 0
+    words = train(recipe, prepared, run, berts, *off, *settings)
+    run_ranks(["-m", "deepspeed_nmt", *words], ranks, tmp_path, timeout=150)
+
+    def curve(path: Path) -> list[float]:
+        entries = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return [entry[key] for entry in entries for key in ("train/loss", "valid/loss") if key in entry]
+
+    assert len(curve(run)) == 10
+    assert curve(run) == pytest.approx(curve(alone), abs=2e-5)
+
+
+def test_what_does_not_fit_is_refused(
+    data: Path, prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(words: list[str]) -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    run = tmp_path / "run"
+    assert "must have the vocabulary of the data" in refused(train("bert_parallel", data, run, berts))
+    assert "must have the vocabulary of the data" in refused(train("bert_parallel", prepared, run, berts[::-1]))
+    assert not list(run.glob("checkpoints/update*"))
+    missing = [Path("/nowhere/bert"), berts[1]]
+    assert "there is no folder /nowhere/bert" in refused(train("bert_parallel", prepared, run, missing))
+    short = make_bert(tmp_path / "short", ["a b c"], 1, max_position_embeddings=12)
+    words = train("bert_scratch_transformer", prepared, run, [short, short])
+    assert "sentences must have 12 source tokens at most, which is what the BERT reads" in refused(words)
+    prepare = ["prepare", "--out", str(tmp_path / "data"), "--tokenizer", f"hf:{berts[0]}"]
+    for split in ("train", "valid"):
+        for side in ("source", "target"):
+            prepare += [f"--{split}-{side}", str(data.parent / "text" / "test.en")]
+    assert "leave out --vocab-size" in refused([*prepare, "--vocab-size", "500"])
+    prepare[4] = "bert-base-uncased"
+    assert "--tokenizer must be hf:BERT or hf:BERT,BERT, but is bert-base-uncased" in refused(prepare)
+    assert not (tmp_path / "data").exists()
+
+
+def test_of_a_line_too_long_for_the_bert_the_beginning_is_translated(
+    prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, source, output = tmp_path / "run", tmp_path / "long.en", tmp_path / "long.de"
+    assert main(train("bert_parallel", prepared, run, berts, "training.max_updates=2", "validation.bleu=false")) == 0
+    source.write_text("the river " * 200 + "\nthe river\n\n")
+    words = ["translate", "--run", str(run), "--input", str(source), "--output", str(output), "--device", "cpu"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "line 1 has " in said and "but the model reads 127 at most: its end is not translated" in said
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_a_model_without_a_plan_for_slices_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
+    words = train("abnet_serial", prepared, tmp_path / "run", berts, "engine.name=plain", "engine.tensor_parallel=2")
+    outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=60, status=2)
+    assert "this model's length has no plan for being sliced" in "".join(outputs)
