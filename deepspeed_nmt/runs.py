@@ -242,7 +242,8 @@ class RunLock:
             holder = self._holder()
             self._file.close()
             raise ConfigError(
-                f"--run must not be in use, but {holder} is training in {path}; wait for it or stop it first"
+                f"--run must not be in use, but {holder} is training in {path}; wait for it, or stop it (`kill "
+                "-USR1` to that process lets all its ranks save and stop)"
             ) from error
         except OSError as error:  # a file system without locks
             logger.warning("%s cannot be locked (%s); do not start the same run twice", path, error.strerror)

@@ -10,6 +10,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 complain() { printf 'error: %s\n' "$*" >&2; }
+# value OPTION [VALUE]: the value, which is required. number OPTION [VALUE]: a positive one.
+value() { [ -n "${2:-}" ] || die "$1 needs a value, but has none; see --help"; printf '%s\n' "$2"; }
+number() {
+    case "${2:-}" in '' | *[!0-9]* | 0) die "$1 must be a positive number, but is '${2:-}'; see --help" ;; esac
+    printf '%s\n' "$2"
+}
 die() { # status 2: the same as the program's own for a mistake of the user
     complain "$@"
     exit 2
@@ -36,7 +42,6 @@ free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); p
 # stop, instead of having the launcher kill them; a second one ends them at once.
 run_ranks() {
     local group status asked=0 heard
-    trap '' USR1 # inherited: the launcher ignores it, the ranks listen to it
     set -m # in a process group of its own, which the terminal's Ctrl-C does not reach
     "$@" </dev/null &
     group=$!
@@ -48,17 +53,33 @@ run_ranks() {
         wait "$group" || status=$?
         [ -n "$heard" ] || break
     done
-    trap - INT TERM HUP USR1 PIPE
+    trap - INT TERM HUP PIPE
+    if [ "$asked" = 0 ] && [ "$status" -gt 128 ]; then
+        # 128 and the signal's number, or 256 minus it.
+        complain "a rank was killed; start the same command again to go on from the last checkpoint"
+        status=70
+    elif [ "$status" = 0 ] && [ ! -e "$SCRATCH/done" ]; then
+        # DeepSpeed calls it success when its launcher is killed. The ranks notice, save, and stop.
+        complain "the launcher was killed; start the same command again to go on"
+        status=70
+    fi
     return "$status"
 }
 
-# ask_ranks GROUP: ask the ranks that were started in a process group on this host.
-ask_ranks() { kill -USR1 -- "-$1" 2>/dev/null; }
+# A directory of this start alone, where ranks look for requests and say that they are done.
+make_scratch() {
+    SCRATCH="$(mktemp -d)"
+    trap 'rm -rf "$SCRATCH"' EXIT
+    export DEEPSPEED_NMT_STOP="$SCRATCH/stop"
+}
+
+# Ask the ranks of this host to save and stop.
+ask_ranks() { touch "$SCRATCH/stop"; }
 
 stop_ranks() { # GROUP TIMES
-    # The signal first: whoever read our messages may have gone with the same Ctrl-C.
+    # The request first: whoever read our messages may have gone with the same Ctrl-C.
     if [ "$2" = 1 ]; then
-        ask_ranks "$1" || true
+        ask_ranks || true
         (say "saving, then stopping; once more, and it stops at once") 2>/dev/null || true
     else
         kill -TERM -- "-$1" 2>/dev/null || true

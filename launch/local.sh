@@ -7,9 +7,9 @@
 #   --ranks N   processes [one for each GPU; without a GPU 2]
 #   --cpu       CPU ranks, on a machine with GPUs, too
 #
-# Ctrl-C saves and stops; the same command goes on. The exit status is that of `train` (75: stopped, start it again).
-# $VENV names the environment [.venv here, if there is one; else what is on PATH], $OMP_NUM_THREADS the threads of each
-# rank on a CPU [cores / ranks].
+# Ctrl-C saves and stops; the same command goes on. The exit status is that of `train` (75: stopped, start it again; 70:
+# a rank was lost, start it again). $VENV names the environment [.venv here, if there is one; else what is on PATH],
+# $OMP_NUM_THREADS the threads of each rank on a CPU [cores / ranks].
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -19,16 +19,17 @@ ranks="" cpu=""
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
-    --ranks) ranks="${2:?--ranks needs a number}" && shift ;;
+    --ranks) ranks="$(number "$@")" || exit; shift ;;
     --cpu) cpu=yes ;;
     --) shift && break ;;
-    *) break ;;
+    *) die "'$1' is no option of this script; arguments of \`deepspeed-nmt train\` come after --" ;;
     esac
     shift
 done
 [ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` are required after --, but there are none; see --help"
 
 use_venv
+make_scratch
 gpus="$(list_gpus | wc -l)"
 [ -z "$cpu" ] || gpus=0
 settings=()
@@ -45,7 +46,7 @@ if [ "$gpus" != 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers such as 0,1, but is $CUDA_VISIBLE_DEVICES" ;; esac
     visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
     ranks="$(wc -l <<<"$visible")"
-    where=(--include "localhost:$(paste -sd, <<<"$visible")")
+    where=(--include "localhost:$(paste -sd, - <<<"$visible")")
 fi
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
 run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}

@@ -12,34 +12,22 @@
 # With ssh (pdsh is needed, and a key without a passphrase) it is started on one host, and the repository, the data
 # and the run have the same paths on all. $VENV as in launch/local.sh.
 #
-# Ctrl-C saves and stops, on all hosts; a second one ends it at once. The exit status is that of `train`.
+# Ranks wait for one another for engine.timeout_s seconds, and say so. Ctrl-C, on one host, lets all save and stop; a
+# second one ends it at once. The exit status is that of `train`.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-# The value of --run among arguments, as a pattern that matches it.
-run_directory() {
-    local previous="" word
-    for word in "$@"; do
-        case "$word" in --run=*) previous=--run word="${word#--run=}" ;; esac
-        if [ "$previous" = --run ]; then
-            printf '%s\n' "${word//[^A-Za-z0-9_\/-]/.}"
-            return
-        fi
-        previous="$word"
-    done
-}
-
 hostfile="" master="" port=29500 node_rank="" interface=""
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
-    --hostfile) hostfile="${2:?--hostfile needs a file}" && shift ;;
-    --master) master="${2:?--master needs an address}" && shift ;;
-    --port) port="${2:?--port needs a number}" && shift ;;
-    --node-rank) node_rank="${2:?--node-rank needs a number}" && shift ;;
-    --interface) interface="${2:?--interface needs a name}" && shift ;;
+    --hostfile) hostfile="$(value "$@")" || exit; shift ;;
+    --master) master="$(value "$@")" || exit; shift ;;
+    --port) port="$(number "$@")" || exit; shift ;;
+    --node-rank) node_rank="$(value "$@")" || exit; shift ;;
+    --interface) interface="$(value "$@")" || exit; shift ;;
     --) shift && break ;;
     *) die "'$1' is no option of this script; arguments of \`deepspeed-nmt train\` come after --" ;;
     esac
@@ -48,9 +36,18 @@ done
 [ -n "$hostfile" ] || die "--hostfile is required: lines such as 'host1 slots=8'; see --help"
 [ -f "$hostfile" ] || die "--hostfile must be a file, but $hostfile is none"
 [ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` are required after --, but there are none; see --help"
-master="${master:-$(awk '!/^#/ && NF { print $1; exit }' "$hostfile")}"
+wrong="$(grep -vnE '^[[:space:]]*(#|$)|^[^[:space:]#]+[[:space:]]+slots=[1-9][0-9]*[[:space:]]*(#.*)?$' "$hostfile" | head -n 1 || true)"
+[ -z "$wrong" ] || die "--hostfile must have lines such as 'host1 slots=8', but $hostfile has $wrong"
+hosts="$(awk '!/^[ \t]*(#|$)/ { print $1 }' "$hostfile" | paste -sd, -)"
+[ -n "$hosts" ] || die "--hostfile must name a host, but $hostfile names none"
+count="$(tr ',' '\n' <<<"$hosts" | wc -l | tr -d ' ')"
+case "$node_rank" in *[!0-9]*) die "--node-rank must be a number from 0 to $((count - 1)), but is '$node_rank'" ;; esac
+[ -z "$node_rank" ] || [ "$node_rank" -lt "$count" ] ||
+    die "--node-rank must be at most $((count - 1)), because $hostfile names $count hosts, but is $node_rank"
+master="${master:-${hosts%%,*}}"
 
 use_venv
+make_scratch
 if [ -n "$interface" ]; then
     export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="$interface"
 fi
@@ -58,20 +55,23 @@ launcher=(--hostfile "$hostfile" --master_addr "$master" --master_port "$port")
 if [ -n "$node_rank" ]; then
     launcher+=(--no_ssh --node_rank "$node_rank")
 else
-    launcher+=(--launcher pdsh --force_multi)
-    # What the launcher hands on to the hosts: it takes NCCL's variables by itself, Gloo's from this file alone.
-    environment="$(mktemp)"
-    trap 'rm -f "$environment"' EXIT
-    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS PATH; do
-        [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$environment"
+    command -v pdsh >/dev/null || die "pdsh is required to start ranks by ssh; install it, or use --node-rank on each host"
+    for host in $(tr ',' ' ' <<<"$hosts"); do
+        ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" true </dev/null 2>"$SCRATCH/ssh" ||
+            die "ssh must reach $host without a question, but does not: $(tail -n 1 "$SCRATCH/ssh"); mend that, or use --node-rank"
     done
-    export DS_ENV_FILE="$environment"
-    hosts="$(awk '!/^#/ && NF { print $1 }' "$hostfile" | paste -sd, -)"
-    run="$(run_directory "$@")"
+    launcher+=(--launcher pdsh --force_multi)
+    # What the launcher hands on to the hosts: it takes NCCL's variables by itself, others from this file alone.
+    export DS_ENV_FILE="$SCRATCH/environment"
+    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_STOP PATH; do
+        [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$DS_ENV_FILE"
+    done
+    on_hosts() { PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "$1" </dev/null; }
     ask_ranks() {
-        # The brackets keep it from finding the shell that carries it out.
-        PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "pkill -USR1 -f '[-]m deepspeed_nmt --local_rank=[0-9]+ train .*$run'"
+        on_hosts "mkdir -p '$SCRATCH' && touch '$SCRATCH/stop'"
+        trap 'on_hosts "rm -rf '"'$SCRATCH'"'"' EXIT
     }
+    touch "$SCRATCH/done" # ssh says by itself when it is lost
 fi
-say "$(grep -cE '^[^#]+slots=' "$hostfile") hosts, meeting at $master:$port"
+say "$count hosts, meeting at $master:$port"
 run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"

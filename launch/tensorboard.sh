@@ -15,7 +15,8 @@ port=6006
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
-    --port) port="${2:?--port needs a number}" && shift ;;
+    --port) port="$(number "$@")" || exit; shift ;;
+    -*) die "'$1' is no option of this script; see --help" ;;
     *) break ;;
     esac
     shift
@@ -24,7 +25,8 @@ done
 named=""
 for directory in "$@"; do
     [ -d "$directory" ] || die "$directory must be a directory, but is none"
-    named="$named${named:+,}$(basename "$(cd "$directory" && pwd)"):$directory"
+    case "$directory" in *[,:]*) [ $# = 1 ] || die "names of several runs must not have commas or colons, but $directory has" ;; esac
+    named="$named${named:+,}$directory:$directory" # a sweep's runs have the same last names as another's
 done
 use_venv
 say "http://localhost:$port"

@@ -45,10 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
-    from deepspeed_nmt.train.signals import StopRequest
+    from deepspeed_nmt.train.signals import StopRequest, tell_done
 
     with StopRequest() as stop:
-        return _train(arguments, stop)
+        status = _train(arguments, stop)
+    if status == 0:
+        tell_done()
+    return status
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
@@ -68,7 +71,8 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     if config.engine.silent_s > 0.0:
         # NCCL would abort the process before the watchdog can say whose fault it is.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    world = join_world(config.engine.device, config.engine.timeout_s, config.engine.tensor_parallel)
+    engine = config.engine
+    world = join_world(engine.device, engine.timeout_s, engine.tensor_parallel, lambda: stop)
     setup_logging(world.rank)
     if config.engine.deterministic:
         os.environ.setdefault(
@@ -86,11 +90,10 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
             logger.info("%s", summary(environment()))
-        engine = config.engine
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
         with watchdog:
             progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
-        if stop:
+        if stop.agreed:
             logger.info(
                 "stopped by %s after update %d; start the same command again to go on",
                 stop.signal_name,

@@ -221,7 +221,9 @@ class Watchdog:
         # Rank 0 is the last: the store goes with it. Whatever becomes of the message, the end comes.
         stay_s = _GRACE * self._interval_s if self._world.is_main else 0.0
         threading.Timer(stay_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
-        if self._world.local_rank == 0:
+        # One rank of each host speaks; of rank 0's host another, where that is gone.
+        speaks = (0, 1) if verdict.startswith("rank 0") else (0,)
+        if self._world.local_rank in speaks:
             logger.error(_MESSAGE, verdict)
         else:
             logger.info(_MESSAGE, verdict)

@@ -7,6 +7,7 @@ ranks with the same place among their neighbours hold the same slice and work on
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.launched import once_a_host, place
+from deepspeed_nmt.parallel.rendezvous import meet
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,27 @@ class World:
         return World(self.rank, self.ranks, self.local_rank, self.device, tensor_ranks, *groups)
 
 
-def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: int = 1) -> World:
+def join_world(
+    device: str = "auto",
+    timeout_s: float = 1800.0,
+    tensor_ranks: int = 1,
+    asked: Callable[[], object] = lambda: False,
+) -> World:
     """Find this process's place and connect it to the others.
 
     Args:
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
         timeout_s: seconds after which a rank that waits for another gives up.
         tensor_ranks: neighbours that share a model; divides the number of ranks.
+        asked: whether to end instead of waiting for others.
 
     Raises:
         ConfigError: if a GPU is asked for and there is none, the ranks do not know where to meet, or they cannot be
             divided by ``tensor_ranks``.
+        TrainingError: if not all ranks come within ``timeout_s``.
+        ReportedError: if asked to end.
     """
-    rank, ranks, local_rank = place()
+    rank, ranks, local_rank = here = place()
     with once_a_host():
         _check(device, ranks, tensor_ranks)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -105,7 +115,8 @@ def join_world(device: str = "auto", timeout_s: float = 1800.0, tensor_ranks: in
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timeout)
+            store = meet(here, timeout_s, asked)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 

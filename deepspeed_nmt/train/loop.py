@@ -203,9 +203,10 @@ def train(
 
 def _asked_to_stop(stop: StopRequest, world: World) -> bool:
     """Whether a signal came to any rank; all then take it for their own."""
-    if any_rank(bool(stop), world) and not stop:
-        stop.signal_name = "a signal to another rank"
-    return bool(stop)
+    asked = any_rank(bool(stop), world)
+    if asked:  # Not asked once more: meanwhile a request may have come to some ranks alone.
+        stop.agree()
+    return asked
 
 
 def _watched(watchdog: Watchdog, update: Update) -> Callable[[int], None]:

@@ -151,8 +151,14 @@ TASKS = {
 
 def main() -> int:
     """Go the road of one task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(TASKS))
+    task_name = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = argparse.ArgumentParser(
+        prog=f"launch/data/{task_name}.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--out DIR] [--from DIR] [--vocab-size N] [--threads N]",
+    )
+    parser.add_argument("task", choices=list(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--from", type=Path, dest="archives", metavar="DIR")
     parser.add_argument("--vocab-size", type=int)
@@ -188,6 +194,8 @@ def _archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:
     names = list(dict.fromkeys(part.archive for part in [*task.train, *task.valid, *task.test]))
     directory = given or out / "archives"
     if given is not None:
+        if not given.is_dir():
+            raise ValueError(f"--from must be a directory with {', '.join(names)}, but {given} is none")
         missing = [name for name in names if not (given / name).is_file()]
         if missing:
             raise ValueError(f"--from {given} must hold {', '.join(names)}, but lacks {', '.join(missing)}")

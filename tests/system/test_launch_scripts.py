@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from deepspeed_nmt.errors import EXIT_STOPPED
-from tests.support import ROOT
+import psutil
+import pytest
+
+from deepspeed_nmt.errors import EXIT_RANK_LOST, EXIT_STOPPED
+from tests.support import ROOT, free_port, rank_environment
 
 
 def environment() -> dict[str, str]:
@@ -38,15 +43,105 @@ def test_local_trains_and_ctrl_c_stops_it(data: Path, small: list[str], tmp_path
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     said = (tmp_path / "log").read_text()
-    assert "2 ranks on CPU" in said and "stopped by SIGUSR1 after update" in said
+    assert "2 ranks on CPU" in said and "stopped by request after update" in said
     assert process.returncode == EXIT_STOPPED, said
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+def start(words: list[str], log: Path, *options: str) -> subprocess.Popen[bytes]:
+    """local.sh in a group of its own, as a terminal has it."""
+    command = [str(ROOT / "launch/local.sh"), *(options or ("--ranks", "2")), "--cpu", "--", *words]
+    with log.open("wb") as stream:
+        return subprocess.Popen(command, env=environment(), stdout=stream, stderr=stream, start_new_session=True)
+
+
+def below(process: subprocess.Popen[bytes], word: str) -> list[psutil.Process]:
+    """Processes started by it, directly or not, one of whose arguments begins with ``word``."""
+    everybody = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in everybody if any(argument.startswith(word) for argument in each.cmdline())]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """The script and all below it, whatever state they are in."""
+    everybody = below(process, "") if process.poll() is None else []
+    for each in everybody:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.kill()
+    process.wait()
+
+
+def endless(data: Path, small: list[str], run: Path) -> list[str]:
+    words = ["--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small, "engine.name=plain"]
+    words += ["validation.bleu=false", "training.max_updates=100000", "training.validate_every=100000"]
+    return [*words, "training.save_every=4", "engine.silent_s=3"]
+
+
+@pytest.mark.parametrize("after", ["the script", "the launcher"])
+def test_ctrl_c_at_the_very_beginning_is_heard(after: str, data: Path, small: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start(endless(data, small, tmp_path / "run"), log)
+    try:
+        deadline = time.monotonic() + 60
+        awaited = "ranks on CPU" if after == "the script" else "spawned with command"
+        while awaited not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        time.sleep(0.3 if after == "the script" else 0.0)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=90) == EXIT_STOPPED, log.read_text()
+    finally:
+        end(process)
+    assert "start the same command again to go on" in log.read_text()
+
+
+@pytest.mark.parametrize("victim", ["deepspeed.launcher.launch", "--local_rank=1"])
+def test_a_killed_launcher_or_rank_is_no_success_and_leaves_nobody_behind(
+    victim: str, data: Path, small: list[str], tmp_path: Path
+) -> None:
+    log, run = tmp_path / "log", tmp_path / "run"
+    process = start(endless(data, small, run), log)
+    try:
+        deadline = time.monotonic() + 90
+        while not (run / "checkpoints/latest").exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        ranks = below(process, "--local_rank=")
+        assert len(ranks) == 2
+        below(process, victim)[0].kill()
+        assert process.wait(timeout=60) == EXIT_RANK_LOST, log.read_text()
+        _, alive = psutil.wait_procs(ranks, timeout=30)
+        assert not alive, "ranks train on without their launcher"
+    finally:
+        end(process)
+    assert "was killed; start the same command again to go on" in log.read_text()
+
+
+def test_a_host_that_waits_for_another_says_so_and_can_be_stopped(
+    data: Path, small: list[str], tmp_path: Path
+) -> None:
+    hostfile, log = tmp_path / "hostfile", tmp_path / "log"
+    hostfile.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    words = ["--hostfile", str(hostfile), "--node-rank", "0", "--port", str(free_port()), "--"]
+    command = [str(ROOT / "launch/multinode.sh"), *words, *endless(data, small, tmp_path / "run")]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environment(), stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while "rank 0 has been waiting for rank 1 for 1" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=20) == EXIT_STOPPED, log.read_text()
+    finally:
+        end(process)
+    assert "stopped while waiting for rank 1; start the same command again" in log.read_text()
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     def fails(*words: str) -> str:
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=20)
-        assert done.returncode == 2
+        assert done.returncode == 2, done.stdout + done.stderr
         return done.stderr
 
     local, multinode = str(ROOT / "launch/local.sh"), str(ROOT / "launch/multinode.sh")
@@ -55,4 +150,42 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     nowhere = ["--hostfile", str(tmp_path / "x"), "--", "--recipe", "x"]
     assert "--hostfile must be a file, but" in fails(multinode, *nowhere)
     assert "'--recipe' is no option of this script" in fails(multinode, "--recipe", "x")
-    assert "submit this with sbatch" in fails(str(ROOT / "launch/train.sbatch"), "--recipe", "x")
+    for script in ("train", "translate", "prepare"):
+        assert "submit this with sbatch" in fails(str(ROOT / f"launch/{script}.sbatch"), "--recipe", "x")
+    assert "--ranks must be a positive number, but is '0'" in fails(local, "--ranks", "0", "--", "x")
+    assert "--ranks must be a positive number, but is ''" in fails(local, "--ranks")
+    assert "'--rank' is no option of this script" in fails(local, "--rank", "2", "--", "x")
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# nobody\n")
+    rest = ["--hostfile", str(hostfile), "--node-rank", "2", "--", "x"]
+    assert "must name a host" in fails(multinode, *rest)
+    hostfile.write_text("one slots=1\ntwo\n")
+    assert "must have lines such as 'host1 slots=8', but" in (said := fails(multinode, *rest)) and "2:two" in said
+    hostfile.write_text("one slots=1\ntwo slots=1\n")
+    assert "--node-rank must be at most 1, because" in fails(multinode, *rest)
+    tensorboard = str(ROOT / "launch/tensorboard.sh")
+    assert "'--prot' is no option" in fails(tensorboard, "--prot", "3", str(tmp_path))
+    (tmp_path / "a,b").mkdir()
+    assert "must not have commas" in fails(tensorboard, str(tmp_path), str(tmp_path / "a,b"))
+
+
+def test_every_script_has_help_for_people() -> None:
+    for script in sorted((ROOT / "launch").rglob("*")):
+        if script.is_file() and os.access(script, os.X_OK):
+            done = subprocess.run(
+                [str(script), "--help"], env=environment(), capture_output=True, text=True, timeout=20
+            )
+            assert done.returncode == 0 and "launch/" in done.stdout, script
+            assert "shellcheck" not in done.stdout and "srun does not" not in done.stdout, script
+
+
+def test_a_port_in_use_is_named(data: Path, small: list[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "deepspeed_nmt", "train", *endless(data, small, tmp_path / "run")]
+        rank = rank_environment(0, 2, port, tmp_path)
+        done = subprocess.run(command, env=rank, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"MASTER_PORT must be free on the first host, but rank 0 cannot listen on {port}" in done.stderr

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, tell_done
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,7 @@ def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture
         send(signal.SIGINT)
         send(signal.SIGTERM)
         assert stop and stop.signal_name == "SIGINT"
+        stop.agree()
     send(signal.SIGUSR1)
     assert capfd.readouterr().err == "finishing this update, then saving; once more, and it stops at once\n"
 
@@ -47,9 +49,43 @@ def test_unasked_it_leaves_no_trace() -> None:
     assert not stop and signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_to_one_rank_is_a_signal_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, world = StopRequest(), World(0, 1, 0, torch.device("cpu"))
-    assert not loop._asked_to_stop(stop, world)
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+def test_a_request_to_one_rank_is_one_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopRequest()
+    assert not loop._asked_to_stop(stop, ALONE) and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: True)
-    assert loop._asked_to_stop(stop, world)
-    assert stop and stop.signal_name == "a signal to another rank"
+    assert loop._asked_to_stop(stop, ALONE)
+    assert stop and stop.agreed and stop.signal_name == "a request to another rank"
+
+
+def test_a_file_asks_too_and_what_ranks_agree_on_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOP_FILE, str(tmp_path / "stop"))
+    stop = StopRequest()
+    assert not stop
+
+    def none_yet(value: bool, world: World) -> bool:
+        assert not value
+        (tmp_path / "stop").touch()  # it comes while the ranks talk, and some of them see it
+        return value
+
+    monkeypatch.setattr(loop, "any_rank", none_yet)
+    assert not loop._asked_to_stop(stop, ALONE), "as the others, which have not seen it"
+    assert stop and not stop.agreed
+    monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
+    assert loop._asked_to_stop(stop, ALONE) and stop.agreed and stop.signal_name == "request"
+    tell_done()
+    assert (tmp_path / "done").exists()
+
+
+def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    stop = StopRequest()
+    assert not stop
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert stop and stop.signal_name == "the loss of its launcher"
+    monkeypatch.delenv("RANK")  # a shell that is gone is no launcher
+    alone = StopRequest()
+    monkeypatch.setattr("os.getppid", lambda: 2)
+    assert not alone
