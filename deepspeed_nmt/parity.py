@@ -25,12 +25,15 @@ from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, EngineConfig, ParameterState
 from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.methods.abnet import AbNetConfig, MaskedTokens, MaskedTokensConfig, build_abnet
 from deepspeed_nmt.methods.ald import ALD, ALDConfig
+from deepspeed_nmt.methods.bert import BertShape
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
+from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig, build_bert_decoder
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
@@ -92,6 +95,25 @@ def growing(dropout: float) -> tuple[TranslationModel, Objective]:
     return build_depth_growing(config, VOCABULARY), Objective(LabelSmoothed(0.1, VOCABULARY.pad))
 
 
+_BERT = BertShape(dim=32, layers=2, heads=4, ffn_dim=64, positions=64)
+
+
+def berts(dropout: float) -> tuple[TranslationModel, Objective]:
+    """The parallel decoder, whose embeddings and encoding sub-layers are frozen."""
+    config = BertDecoderConfig(
+        source=_BERT, target=_BERT, dropout=dropout, attention_dropout=0.0, freeze=("encoding", "embeddings")
+    )
+    return build_bert_decoder(config, VOCABULARY), Objective(LabelSmoothed(0.1, VOCABULARY.pad))
+
+
+def abnet(dropout: float) -> tuple[TranslationModel, Objective]:
+    """Frozen layers with adapters beside them, masked tokens, and the length."""
+    config = AbNetConfig(
+        source=_BERT, target=_BERT, dropout=dropout, attention_dropout=0.0, adapters="parallel", adapter_dim=48
+    )
+    return build_abnet(config, VOCABULARY), Objective(MaskedTokens(MaskedTokensConfig(), VOCABULARY))
+
+
 class Saved:
     """An engine's state, held in memory; see :class:`deepspeed_nmt.engine.base.SavedState`.
 
@@ -117,6 +139,8 @@ METHODS: dict[str, Callable[[float], tuple[TranslationModel, Objective]]] = {
     "deep_decoder": deep_decoder,
     "exits": exits,
     "growing": growing,
+    "berts": berts,
+    "abnet": abnet,
 }
 
 

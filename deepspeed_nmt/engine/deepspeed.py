@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -18,6 +19,8 @@ from deepspeed.utils import (
     safe_get_local_grad,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
@@ -182,13 +185,13 @@ class DeepSpeedEngine(Engine):
                 continue
             if self._stage > 0:
                 # The optimizer's fp32 copy was made from the weights after they had been narrowed to 16 bit.
-                safe_set_full_fp32_param(parameter, scatter(saved.weight(name), parameter).to(self.device))
+                self._put(scatter(saved.weight(name), parameter), parameter)
             for which in MOMENTS:
                 moment = scatter(saved.moment(name, which), parameter).contiguous()
                 if self._stage == 0:
                     self._zero.state[parameter][which].copy_(moment)
                 else:
-                    safe_set_full_optimizer_state(parameter, moment.to(self.device), which)
+                    self._put(moment, parameter, which)
         self._set_optimizer_step(scalars.optimizer_step)
         scaler = self._scaler()
         if scaler is not None:
@@ -196,6 +199,24 @@ class DeepSpeedEngine(Engine):
             scaler.cur_iter = scalars.good_updates
             scaler.last_overflow_iter = -1
         self._stepped = True
+
+    def _put(self, value: Tensor, parameter: nn.Parameter, which: str | None = None) -> None:
+        """Have the optimizer go on with a weight, or with one of its moments."""
+        value = value.to(self.device)
+        if self._stage < 3:
+            if which is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, which)
+            return
+        # Not by DeepSpeed's accessor for whole parameters: it fails where the ranks do not divide their size.
+        size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        padded = F.pad(value.flatten(), (0, size * self._world.data_ranks - value.numel()))
+        part = padded.narrow(0, size * self._world.data_rank, size)
+        if which is None:
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, which)
 
     def close(self) -> None:
         self._engine.destroy()
