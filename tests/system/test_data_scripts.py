@@ -121,6 +121,10 @@ def test_from_archives_to_a_data_directory(road: ModuleType, task: str, tmp_path
 def test_what_is_missing_or_damaged_is_named(road: ModuleType, tmp_path: Path) -> None:
     archives = tmp_path / "archives"
     words = ["--from", str(archives), "--out", str(tmp_path / "out")]
+    done = go("wmt16_ende", *words)
+    assert done.returncode == 2 and "--from must be a directory with" in done.stderr and "is none" in done.stderr
+    done = go("wmt16_ende", "--outt", "x")
+    assert done.returncode == 2 and "usage: launch/data/wmt16_ende.sh [--out DIR]" in done.stderr
     archives.mkdir()
     done = go("wmt16_ende", *words)
     assert done.returncode == 2
