@@ -12,34 +12,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
 
 EXTRA = "pip install 'transformers>=5,<6'"
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 
 
-class Shape(NamedTuple):
-    """Shape of a BERT."""
-
-    dim: int
-    layers: int
-    heads: int
-    ffn_dim: int
-    positions: int
-    norm_eps: float
-    activation: str
-
-
-class Vocabulary(NamedTuple):
+class TokenizerFile(NamedTuple):
     """A tokenizer: its JSON as `tokenizers` reads it, and the numbers of its special tokens by :data:`SPECIAL`."""
 
     content: str
     special: dict[str, int]
 
 
-def load_shape(name: str, option: str) -> Shape:
-    """The shape of a BERT.
+def load_shape(name: str, option: str) -> dict[str, Any]:
+    """The shape of a BERT: dim, layers, heads, ffn_dim, positions, norm_eps, activation.
 
     Args:
         name: a folder, or a name on the hub.
@@ -53,15 +40,17 @@ def load_shape(name: str, option: str) -> Shape:
         raise ConfigError(f"{option} must be a BERT, but {name} has model_type={config.model_type}; name another")
     if config.hidden_act not in ("gelu", "relu"):
         raise ConfigError(f"{option} must have hidden_act gelu or relu, but that of {name} is {config.hidden_act}")
-    return Shape(
-        dim=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        ffn_dim=config.intermediate_size,
-        positions=config.max_position_embeddings,
-        norm_eps=config.layer_norm_eps,
-        activation=config.hidden_act,
-    )
+    if not config.tie_word_embeddings:
+        raise ConfigError(f"{option} must have an output matrix tied to its embeddings, but that of {name} is not")
+    return {
+        "dim": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "ffn_dim": config.intermediate_size,
+        "positions": config.max_position_embeddings,
+        "norm_eps": config.layer_norm_eps,
+        "activation": config.hidden_act,
+    }
 
 
 def load_weights(name: str, option: str) -> dict[str, Tensor]:
@@ -77,13 +66,11 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
     if missing or info["mismatched_keys"]:
         first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
         raise ConfigError(f"{option} must hold the weights of a whole BERT, but {name} lacks {first}; name another")
-    if info["missing_keys"]:
-        logger.warning("%s was saved without its language-model head; that of the new model starts fresh", name)
     weights: dict[str, Tensor] = model.float().state_dict()
     return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
 
 
-def load_vocabulary(name: str, option: str) -> Vocabulary:
+def load_vocabulary(name: str, option: str) -> TokenizerFile:
     """A BERT's tokenizer.
 
     Raises:
@@ -94,10 +81,10 @@ def load_vocabulary(name: str, option: str) -> Vocabulary:
     special = {each: int(number) for each, number in numbers.items() if number is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     lacking = [each.upper() for each in SPECIAL if each not in special]
-    if backend is None or lacking:
-        what = f"special tokens for {', '.join(lacking)}" if lacking else "a tokenizer of the library `tokenizers`"
+    if backend is None or lacking or backend.get_vocab_size() <= len(SPECIAL):
+        what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
         raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
-    return Vocabulary(backend.to_str(), special)
+    return TokenizerFile(backend.to_str(), special)
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
@@ -113,7 +100,9 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
             f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
         ) from error
     local = Path(name).expanduser()
-    if not local.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or local.exists()):
+    # berts/de is a name on the hub, unless there is a folder berts.
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
+    if not local.is_dir() and (looks_local or local.exists()):
         raise ConfigError(
             f"{option} must be a folder or a name on the Hugging Face hub, but there is no folder {name}"
         )

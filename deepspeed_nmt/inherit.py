@@ -17,6 +17,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.methods.bert import BertPair
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig
 from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig, TransformerShape
@@ -28,6 +29,7 @@ _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
 
 # Settings of a model that say how it learns, not what it computes.
 _LEARNING = {"init", "dropout", "attention_dropout", "activation_dropout", "frozen_dropout"}
+_LEARNING |= {"freeze", "pretrained", "source_encoder", "target_encoder"}
 _DEPTH = {"encoder_layers", "decoder_layers"}
 
 
@@ -138,11 +140,22 @@ def _check_same_function(config: RunConfig, source: Run) -> None:
             f"model.name={source.config.model.model_dump()['name']}; use --grow-from to grow on top of it"
         )
     _refuse_differences(config, source, "model", set(TransformerShape.model_fields) - _LEARNING - _DEPTH)
+    ours, theirs = config.model, source.config.model
+    if isinstance(ours, BertPair) and isinstance(theirs, BertPair):
+        for side in ("source", "target"):
+            here, there = (getattr(each, side).model_dump(exclude={"layers"}) for each in (ours, theirs))
+            if here != there:
+                key = next(key for key in here if here[key] != there[key])
+                raise ConfigError(
+                    f"the model must be that of {source.path}, but model.{side}.{key} is {there[key]} there and "
+                    f"{here[key]} here; name the BERTs that run was made of"
+                )
 
 
 def _other_walks(config: RunConfig, source: Run) -> list[str]:
     """Settings by which the same layers are put together otherwise."""
     names = {name for each in (config, source.config) for name in each.model.model_dump()}
+    names -= {"source", "target"}  # of BERTs; refused where they differ
     return _differences(config, source, names - set(TransformerShape.model_fields) - _LEARNING)
 
 
@@ -185,6 +198,12 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, grow: bo
         raise ConfigError(
             f"the {part} of {source.path}, but {differences[0].removeprefix(prefix)} (one of {len(differences)} "
             f"differences); make the model.* and layer.* settings those of {source.path / 'config.yaml'}"
+        )
+    fresh = sorted(name for name in expected - set(weights) if not own[name].requires_grad)
+    if fresh and not grow:
+        raise ConfigError(
+            f"{source.path} must have all layers that are frozen here, but lacks {fresh[0]}; use BERTs of its depth, "
+            "or start without --init-from"
         )
     with torch.no_grad():
         for name in expected & set(weights):

@@ -1,6 +1,6 @@
 """A run on disk: what it was told, what it learned, and how to open it again.
 
-config.yaml  data.json  environment.json  origin.json  vocabulary.model  vocabulary.json
+config.yaml  data.json  environment.json  origin.json  vocabulary.*
 metrics.jsonl  tensorboard/  checkpoints/
 """
 
@@ -279,7 +279,8 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_C
 
 def environment() -> dict[str, Any]:
     """What a run ran on: versions, devices, git state, command."""
-    packages = ("torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic")
+    packages = ["torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"]
+    packages += ["transformers", "tokenizers"]
     versions = {name: _version(name) for name in packages}
     return {
         "deepspeed_nmt": __version__,

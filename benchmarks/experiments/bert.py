@@ -2,8 +2,8 @@
 
     python benchmarks/experiments/bert.py --text TEXT --data DATA --out OUT [--jobs J ...] [--at-once 2]
 
-TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k); the figures in
-benchmarks/RESULTS.md are of it, German to English. First two small BERTs are pretrained on the two sides of the
+TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k), translated from German to
+English. First two small BERTs are pretrained on the two sides of the
 training text by masked-token prediction, with WordPiece vocabularies of their own, and saved as `transformers` saves
 them (OUT/berts). Then DATA is prepared with their tokenizers, and each arm is trained, averaged and translated as in
 the other experiments. References are put into the form of the translations (lower case, BERT's spaces), so the scores
@@ -56,7 +56,7 @@ def main() -> None:
         return
     berts = {side: arguments.out / "berts" / side for side in ("de", "en")}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda side: _pretrained(arguments.text / f"train.{side}", berts[side], arguments), berts))
+        list(pool.map(lambda side: _pretrained(arguments.text / f"train.{side}", berts[side]), berts))
     words = ["prepare", "--out", str(arguments.data), "--tokenizer", f"hf:{berts['de']},{berts['en']}"]
     for split, name in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr")):
         files = {"source": arguments.text / f"{name}.de", "target": arguments.text / f"{name}.en"}
@@ -70,8 +70,8 @@ def main() -> None:
     Experiment(ARMS, arguments, [*COMMON, *named], reference).run(arguments.jobs)
 
 
-def _pretrained(text: Path, bert: Path, arguments: object) -> None:
-    if not (bert / "config.json").exists():
+def _pretrained(text: Path, bert: Path) -> None:
+    if not (bert / "losses.json").exists():  # the last thing written
         command = [sys.executable, __file__, "--text", ".", "--data", ".", "--out", ".", "--pretrain", str(text)]
         subprocess.run([*command, str(bert)], check=True)
 

@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="join subword-nmt's `@@ ` segments first; the text is then tokenised, so this implies --tokenised",
     )
     parser.add_argument("--lowercase", action="store_true", help="ignore case")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="put references into the form of translations by this run (or data): lower case, a BERT's spaces. "
+        "Scores are then comparable with one another alone",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object for each hypothesis, one a line")
 
 
@@ -115,9 +122,15 @@ def _read(arguments: argparse.Namespace) -> _Inputs:
         )
     if arguments.segmented:
         lines = {name: [join_segments(line) for line in sentences] for name, sentences in lines.items()}
+    references = {name: lines[name] for name in arguments.reference}
+    if arguments.like is not None:
+        from deepspeed_nmt.data.tokenizer import Tokenizer  # its libraries take a while
+
+        tokenizer = Tokenizer.from_directory(arguments.like)
+        references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
     return _Inputs(
         hypotheses={name: lines[name] for name in arguments.hypothesis},
-        references={name: lines[name] for name in arguments.reference},
+        references=references,
         source=lines[arguments.source] if arguments.source else None,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deepspeed_nmt import hub
 from deepspeed_nmt.commands.planner import recomputation
 from deepspeed_nmt.commands.validation import ModelValidator
 from deepspeed_nmt.config import RunConfig
@@ -17,6 +18,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.bert_tokenizer import SIDES, BertTokenizer
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
@@ -25,6 +27,8 @@ from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.methods.bert import BertPair
+from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig
 from deepspeed_nmt.parallel.agreement import together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.launched import once_a_host
@@ -127,6 +131,8 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
         model = build_model(config, vocabulary)
         model.recompute(*recomputation(config, vocabulary, precision, world))
         _check_lengths(model, data)
+        if checkpoint is None:
+            _check_vocabularies(config, data)
         copy = build_model(config, vocabulary)
         _initialise(model, job, checkpoint)
         parallelize(model, world)
@@ -228,11 +234,32 @@ def _check_lengths(model: TranslationModel, data: DataDirectory) -> None:
             bounds.items(), (corpus.source_lengths, corpus.target_lengths), strict=True
         ):
             if bound is not None and int(lengths.max()) > bound:
-                remedy = f"prepare the data with --max-length {bound - 2}" if split == "train" else "shorten it"
+                remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
                 raise DataError(
                     f"sentences must have {bound} {side} tokens at most, which is what the BERT reads, but pair "
                     f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
                 )
+
+
+def _check_vocabularies(config: RunConfig, data: DataDirectory) -> None:
+    """Refuse weights of BERTs whose tokens are not the data's: that would train, and badly.
+
+    Raises:
+        ConfigError: naming the BERT.
+    """
+    model, tokenizer = config.model, data.tokenizer()
+    if not isinstance(model, BertPair) or (isinstance(model, BertDecoderConfig) and not model.pretrained):
+        return
+    for side, name in zip(SIDES, (model.source_encoder, model.target_encoder), strict=True):
+        option = f"model.{side}_encoder"
+        if not name:
+            continue  # said where they are loaded
+        if not isinstance(tokenizer, BertTokenizer) or not tokenizer.is_of(hub.load_vocabulary(name, option), side):
+            raise ConfigError(
+                f"{option} must have the vocabulary of the data's {side} side, but {name} has another; prepare the "
+                f"data with --tokenizer hf:{model.source_encoder},{model.target_encoder}, or name the BERTs it was "
+                "prepared with"
+            )
 
 
 def _initialise(model: TranslationModel, job: Job, checkpoint: Checkpoint | None) -> None:

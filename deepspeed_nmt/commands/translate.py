@@ -110,6 +110,11 @@ def _check(arguments: argparse.Namespace, runs: list[Run]) -> None:
         raise ConfigError(
             "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
         )
+    guessing = [run.path for run in runs if run.config.search.model_dump()["name"] == "mask_predict"]
+    if guessing and len(runs) > 1:
+        raise ConfigError(
+            f"an ensemble translates from left to right, but {guessing[0]} guesses masked tokens; give it alone"
+        )
     layers = arguments.encoder_layers is not None or arguments.decoder_layers is not None
     if layers and arguments.exit is not None:
         raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")
@@ -138,7 +143,7 @@ def _search(arguments: argparse.Namespace, run: Run) -> SearchConfig:
     from deepspeed_nmt.search import SEARCHES, SearchConfig
 
     given = {
-        "name": "deep_shallow" if arguments.rerank else "beam" if _decodes_plainly(arguments) else None,
+        "name": "deep_shallow" if arguments.rerank else "beam" if _decodes_plainly(arguments, run) else None,
         "beam": arguments.beam,
         "length_penalty": arguments.length_penalty,
         "alpha": arguments.alpha,
@@ -156,8 +161,10 @@ def _search(arguments: argparse.Namespace, run: Run) -> SearchConfig:
     return search
 
 
-def _decodes_plainly(arguments: argparse.Namespace) -> bool:
-    """Whether there are no two nets to search with, even if the run was validated by deep-shallow search."""
+def _decodes_plainly(arguments: argparse.Namespace, run: Run) -> bool:
+    """Whether there are no two nets to search with, though the run was validated by deep-shallow search."""
+    if run.config.search.model_dump()["name"] != "deep_shallow":
+        return False
     exits = (arguments.exit, arguments.encoder_layers, arguments.decoder_layers)
     return len(arguments.run) > 1 or any(each is not None for each in exits)
 

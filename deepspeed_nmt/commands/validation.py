@@ -77,7 +77,9 @@ class ModelValidator:
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
         everything = torch.arange(len(self._corpus)).numpy()
         for group in cut_update(everything, source, target, self._world.ranks, limits)[self._world.rank]:
-            batch = collate(self._corpus, group, self._tokenizer.vocabulary)
+            # What is averaged over sentences is so over all of them, however they are cut.
+            vocabulary, tokens, sentences = self._tokenizer.vocabulary, int(target.sum()), len(self._corpus)
+            batch = collate(self._corpus, group, vocabulary, update_tokens=tokens, update_sentences=sentences)
             with torch.no_grad():
                 output = self._objective(model, batch.to(self._world.device))
             sums["loss"] += float(output.loss)

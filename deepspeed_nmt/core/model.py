@@ -56,11 +56,13 @@ class DecodableModel(nn.Module, ABC):
     Attributes:
         vocab_size: V.
         pad: the padding token.
+        mask: the token that stands for one to be guessed, which is never predicted; None where there is none.
         longest_source, longest_target: the most positions that a sentence may have; None: any number.
     """
 
     vocab_size: int
     pad: int
+    mask: int | None = None
     longest_source: int | None = None
     longest_target: int | None = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,8 @@ class BertTokenizer(Tokenizer):
                 f"the two tokenizers must have the same number for [PAD], but have {source.pad} and {target.pad}; "
                 "take others"
             )
-        self.vocabulary = Vocabulary(
-            target.size, target.pad, target.bos, target.eos, target.unk, target.mask, own_source=source
-        )
+        one = contents["source"] == contents["target"]
+        self.vocabulary = target if one else replace(target, own_source=source)
 
     @classmethod
     def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
@@ -72,7 +72,7 @@ class BertTokenizer(Tokenizer):
         Raises:
             ConfigError: if one cannot be had.
         """
-        parts = names.split(",")
+        parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
             raise ConfigError(f"{option} must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {PREFIX}{names}")
         loaded = [hub.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
@@ -96,6 +96,13 @@ class BertTokenizer(Tokenizer):
                 f"does not ({error}); give a directory that `prepare` has made"
             ) from error
         return cls(contents, special)
+
+    def is_of(self, bert: hub.TokenizerFile, side: Side) -> bool:
+        """Whether a side's tokens are those of a BERT."""
+        import tokenizers
+
+        theirs = tokenizers.Tokenizer.from_str(bert.content)
+        return self._special[side] == bert.special and self._sides[side].get_vocab() == theirs.get_vocab()
 
     def files(self) -> dict[str, bytes]:
         info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
@@ -132,6 +139,8 @@ class BertTokenizer(Tokenizer):
         return self._joined([word for word, _ in target.pre_tokenizer.pre_tokenize_str(normal)])
 
     def _joined(self, pieces: list[str]) -> str:
+        if pieces:
+            pieces = [pieces[0].removeprefix("##"), *pieces[1:]]
         decoder = self._sides["target"].decoder
         text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
         return text.replace(" ' ", "'")

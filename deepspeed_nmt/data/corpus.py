@@ -139,13 +139,14 @@ class CorpusWriter:
     Args:
         directory: where the files go.
         split: ``train`` or ``valid``.
-        vocab_size: tokens of the vocabulary: under 65,536 a token takes two bytes, otherwise four.
+        vocab_size: tokens of the larger vocabulary: under 65,536 a token takes two bytes, otherwise four.
+        unknown: the tokens that stand for what source and target vocabulary lack; they are counted.
     """
 
-    def __init__(self, directory: Path, split: str, vocab_size: int) -> None:
+    def __init__(self, directory: Path, split: str, vocab_size: int, unknown: tuple[int, int] = (UNK, UNK)) -> None:
         dtype = "uint16" if vocab_size < 1 << 16 else "int32"
-        self._source = _SideWriter(directory, f"{split}.source", dtype)
-        self._target = _SideWriter(directory, f"{split}.target", dtype)
+        self._source = _SideWriter(directory, f"{split}.source", dtype, unknown[0])
+        self._target = _SideWriter(directory, f"{split}.target", dtype, unknown[1])
 
     def append(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
         """Add pairs of token numbers, without begin and end tokens."""
@@ -171,8 +172,9 @@ class CorpusWriter:
 class _SideWriter:
     """One side of a split, written."""
 
-    def __init__(self, directory: Path, stem: str, dtype: str) -> None:
+    def __init__(self, directory: Path, stem: str, dtype: str, unk: int) -> None:
         self._dtype = _DTYPES[dtype]
+        self._unk = unk
         self._tokens = (directory / f"{stem}.{dtype}.bin").open("wb")
         self._offsets = (directory / f"{stem}.offsets.bin").open("wb")
         self._offsets.write(np.zeros(1, _OFFSET).tobytes())
@@ -187,7 +189,7 @@ class _SideWriter:
         self._offsets.write((self._end + np.cumsum(lengths)).astype(_OFFSET).tobytes())
         self.count += len(sentences)
         self._end += len(tokens)
-        self._unknown += int((tokens == UNK).sum())
+        self._unknown += int((tokens == self._unk).sum())
         self._longest = max(self._longest, int(lengths.max()))
 
     @property

@@ -71,6 +71,7 @@ class PrepareOptions(Config):
         if not self.tokenizer.startswith(PREFIX):
             raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
         given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
+        given["--character-coverage"] = self.character_coverage != 1.0
         if others := [option for option, value in given.items() if value]:
             raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
         return self
@@ -98,7 +99,7 @@ class PrepareOptions(Config):
         """What decides the result, besides the content of the text; ``vocabulary`` is the one given, if any."""
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         if vocabulary is not None:
-            return {**options, "vocab_from": vocabulary.digest}
+            return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
         return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
@@ -232,7 +233,8 @@ def _encode(
     cleaner: PairCleaner | None = None,
 ) -> SplitStats:
     vocabulary = tokenizer.vocabulary
-    with CorpusWriter(directory, split, max(vocabulary.size, vocabulary.source.size)) as writer:
+    size, unknown = max(vocabulary.size, vocabulary.source.size), (vocabulary.source.unk, vocabulary.unk)
+    with CorpusWriter(directory, split, size, unknown) as writer:
         for batch in batched(pairs, _BATCH_PAIRS):
             sources = tokenizer.encode_batch([source for source, _ in batch], "source", threads)
             targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)

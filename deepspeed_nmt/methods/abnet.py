@@ -140,7 +140,8 @@ class AbNet(TranslationModel):
         self.length = nn.Linear(config.source.dim, config.target.positions)
         self.vocabulary = vocabulary
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
-        self.mask = vocabulary.unk if vocabulary.mask is None else vocabulary.mask
+        # Without one it can be counted, but not trained: `train` wants the BERTs' vocabularies.
+        self.mask: int = vocabulary.unk if vocabulary.mask is None else vocabulary.mask
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
         bert.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from deepspeed_nmt import hub
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -28,6 +29,8 @@ from deepspeed_nmt.registry import Config
 
 Weights = Mapping[str, Tensor]
 _STD = 0.02
+_PADDED_ROWS = 128
+"""An embedding matrix has fewer rows too many than this: some are filled up to a round number."""
 
 
 class BertShape(Config):
@@ -70,13 +73,18 @@ class BertPair(Config):
     def resolved(self, before: Config | None = None) -> BertPair:
         """With the shapes that the folders say, or those that a run began with."""
         if isinstance(before, BertPair):
-            shapes = {"source": before.source, "target": before.target}
-            if self.model_copy(update=shapes) == before:
-                return before
+            same = (before.source_encoder, before.target_encoder) == (self.source_encoder, self.target_encoder)
+            if same and (self.source, self.target) in ((BertShape(), BertShape()), (before.source, before.target)):
+                return self.model_copy(update={"source": before.source, "target": before.target})
         named = {"source": self.source_encoder, "target": self.target_encoder}
-        found = {
-            side: hub.load_shape(name, f"model.{side}_encoder")._asdict() for side, name in named.items() if name
-        }
+        found = {side: hub.load_shape(name, f"model.{side}_encoder") for side, name in named.items() if name}
+        for side, shape in found.items():
+            given: BertShape = getattr(self, side)
+            if given not in (BertShape(), BertShape(**shape)):
+                raise ConfigError(
+                    f"model.{side} must be the shape of model.{side}_encoder, but {named[side]} has "
+                    f"{BertShape(**shape)}; leave model.{side} out"
+                )
         try:
             return type(self).model_validate({**self.model_dump(), **found})
         except ValidationError as error:
@@ -157,13 +165,14 @@ class Loader:
         """Raises ConfigError if the vocabulary is another one."""
         prefix = "bert.embeddings"
         words_VD = self._weights[f"{prefix}.word_embeddings.weight"]
-        if words_VD.shape[0] != to.weight.shape[0]:
+        size = to.weight.shape[0]
+        if not size <= words_VD.shape[0] < size + _PADDED_ROWS:
             raise ConfigError(
                 f"{self._option} must have the vocabulary of the data, {to.weight.shape[0]:,} tokens, but "
                 f"{self._name} has {words_VD.shape[0]:,}; prepare the data with --tokenizer hf:SOURCE,TARGET of "
                 "these very BERTs"
             )
-        self._put(to.weight, words_VD)
+        self._put(to.weight, words_VD[:size])
         self._put(to.position_PD, self._weights[f"{prefix}.position_embeddings.weight"])
         self._put(to.type_D, self._weights[f"{prefix}.token_type_embeddings.weight"][0])
         self._norm(to.norm, f"{prefix}.LayerNorm")
@@ -192,11 +201,15 @@ class Loader:
 
     def head(self, transform: PredictionTransform, projection: Projection) -> None:
         """The language-model head, where the BERT was saved with one; the output matrix in any case."""
-        self._put(projection.weight, self._weights["bert.embeddings.word_embeddings.weight"])
+        size = projection.weight.shape[0]
+        self._put(projection.weight, self._weights["bert.embeddings.word_embeddings.weight"][:size])
         if not self.has_head:
+            logger.warning(
+                "%s was saved without its language-model head; that of the new model starts fresh", self._name
+            )
             return
         assert projection.bias is not None
-        self._put(projection.bias, self._weights["cls.predictions.bias"])
+        self._put(projection.bias, self._weights["cls.predictions.bias"][:size])
         self._linear(transform.dense, "cls.predictions.transform.dense")
         self._norm(transform.norm, "cls.predictions.transform.LayerNorm")
 

@@ -224,7 +224,7 @@ def build_bert_decoder(
         projection,
         vocabulary.pad,
     )
-    model.config = config
+    model.config, model.mask = config, vocabulary.mask
     bert.initialise(model)
     for part in config.freeze:
         for module in _parts(model, part):

@@ -142,7 +142,9 @@ class Transformer(TranslationModel):
             )
         embeddings = (self.source_embedding, self.target_embedding)
         stacks = (self.encoder.until(n), self.decoder.until(m))
-        return Transformer(*embeddings, *stacks, self.projection, self.pad).train(self.training)
+        cut = Transformer(*embeddings, *stacks, self.projection, self.pad)
+        cut.mask = self.mask
+        return cut.train(self.training)
 
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.applications)

@@ -196,6 +196,8 @@ class BeamSearch:
         eos_log_prob_R1 = logits_RV[:, self.eos : self.eos + 1] - log_sum_R1
         logits_RV[:, self.pad] = -torch.inf
         logits_RV[:, self.bos] = -torch.inf
+        if self.model.mask is not None:
+            logits_RV[:, self.model.mask] = -torch.inf
         best_RC, token_RC = _top(logits_RV, min(wanted, logits_RV.shape[1]))
         log_prob_RC = best_RC - log_sum_R1
         if any(closing):

@@ -46,7 +46,7 @@ class Ensemble(DecodableModel):
         super().__init__()
         self.models = nn.ModuleList(models)
         self._each = list(models)
-        self.vocab_size, self.pad = models[0].vocab_size, models[0].pad
+        self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
         for side in ("longest_source", "longest_target"):
             bounds = [bound for model in models if (bound := getattr(model, side)) is not None]
             setattr(self, side, min(bounds, default=None))

@@ -43,7 +43,7 @@ class MaskedModel(Protocol):
         longest_target: most tokens of a translation, its end included.
     """
 
-    mask: int
+    mask: int | None
     longest_target: int | None
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
@@ -69,11 +69,12 @@ class MaskPredict:
     """
 
     def __init__(self, model: DecodableModel, bos: int, eos: int, pad: int, config: MaskPredictConfig) -> None:
-        if not isinstance(model, MaskedModel):
+        if not isinstance(model, MaskedModel) or model.mask is None:
             raise ConfigError(
                 "search.name=mask_predict needs a model that guesses masked tokens; use search.name=beam"
             )
         self.model: MaskedModel = model
+        self.mask: int = model.mask
         self.bos, self.eos, self.pad = bos, eos, pad
         self.config = config
 
@@ -120,7 +121,7 @@ class MaskPredict:
         log_p_RT = torch.zeros(words_RT.shape, device=length_R.device)
         total = self.config.iterations
         for iteration in range(1, total + 1):
-            tokens_RT = tokens_RT.masked_fill(masked_RT, self.model.mask)
+            tokens_RT = tokens_RT.masked_fill(masked_RT, self.mask)
             guessed_RT, guessed_log_p_RT = self.model.guess(tokens_RT, memory)
             tokens_RT = torch.where(masked_RT, guessed_RT, tokens_RT)
             log_p_RT = torch.where(masked_RT, guessed_log_p_RT, log_p_RT)

@@ -19,6 +19,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
+from deepspeed_nmt.search.mask_predict import MaskPredictConfig
 
 
 class Tokenizer(Protocol):
@@ -103,8 +104,10 @@ def translate_lines(
         if value < 1
     ]
     if nbest > config.beam:
+        what = "length beam" if isinstance(config, MaskPredictConfig) else "beam"
         problems.append(
-            f"nbest must be at most the beam, but is {nbest} with a beam of {config.beam}; raise the beam to {nbest}"
+            f"nbest must be at most the {what}, but is {nbest} with a {what} of {config.beam}; raise the {what} to "
+            f"{nbest}"
         )
     if problems:
         raise ConfigError(problems)

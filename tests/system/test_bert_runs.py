@@ -80,8 +80,20 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     assert text.exists() and main([*words, *options, "--nbest", "2"]) == 0
     assert len(hypothesis.read_text(encoding="utf-8").splitlines()) == 40
     assert main([*words, *options]) == 0
-    assert main(["score", "--hypothesis", str(hypothesis), "--reference", str(target), "--json"]) == 0
+    scores, like = [], ["--like", str(prepared)]
+    for option in ([], ["--lowercase"], like):
+        capsys.readouterr()
+        assert main(["score", "--hypothesis", str(target), "--reference", str(target), "--json", *option]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["bleu"]["score"])
+    assert scores[:2] == pytest.approx([100.0, 100.0]) and scores[2] < 90, "references in lower case"
+    assert main(["score", "--hypothesis", str(hypothesis), "--reference", str(target), *like]) == 0
     capsys.readouterr()
+    if recipe.startswith("abnet"):
+        assert main([*words, "--exit", "top"]) == 0
+        assert main([*words, "--run", str(run)]) == 2
+        assert "guesses masked tokens; give it alone" in capsys.readouterr().err
+        assert main([*words, "--nbest", "7"]) == 2
+        assert "raise the length beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
     assert main([*words, *wrong]) == 2
     assert f"{wrong[0]} is no option of search.name=" in capsys.readouterr().err
@@ -122,8 +134,17 @@ def test_what_does_not_fit_is_refused(
         return capsys.readouterr().err
 
     run = tmp_path / "run"
-    assert "must have the vocabulary of the data" in refused(train("bert_parallel", data, run, berts))
-    assert "must have the vocabulary of the data" in refused(train("bert_parallel", prepared, run, berts[::-1]))
+    wrong = "must have the vocabulary of the data's source side, but"
+    assert wrong in refused(train("bert_parallel", data, run, berts))
+    assert wrong in refused(train("abnet_serial", prepared, run, berts[::-1]))
+    other = make_bert(tmp_path / "other", ["q w e r t y"] * 9, 7, layers=2)
+    words = (berts[1] / "vocab.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    (other / "vocab.txt").write_text("".join(words[::-1]), encoding="utf-8")
+    assert "the data's target side, but" in refused(train("bert_serial", prepared, run, [berts[0], other]))
+    message = refused(train("bert_parallel", prepared, run, berts, "model.target.layers=1"))
+    assert "model.target must be the shape of model.target_encoder" in message
+    bare = tmp_path / "bare"
+    shutil.copytree(berts[1], bare, ignore=shutil.ignore_patterns("vocab.txt", "tokenizer*"))
     assert not list(run.glob("checkpoints/update*"))
     missing = [Path("/nowhere/bert"), berts[1]]
     assert "there is no folder /nowhere/bert" in refused(train("bert_parallel", prepared, run, missing))
@@ -135,6 +156,8 @@ def test_what_does_not_fit_is_refused(
         for side in ("source", "target"):
             prepare += [f"--{split}-{side}", str(data.parent / "text" / "test.en")]
     assert "leave out --vocab-size" in refused([*prepare, "--vocab-size", "500"])
+    prepare[4] = f"hf:{bare}"
+    assert "lacks a vocabulary (vocab.txt or tokenizer.json)" in refused(prepare)
     prepare[4] = "bert-base-uncased"
     assert "--tokenizer must be hf:BERT or hf:BERT,BERT, but is bert-base-uncased" in refused(prepare)
     assert not (tmp_path / "data").exists()
@@ -157,3 +180,36 @@ def test_a_model_without_a_plan_for_slices_is_refused(prepared: Path, berts: lis
     words = train("abnet_serial", prepared, tmp_path / "run", berts, "engine.name=plain", "engine.tensor_parallel=2")
     outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=60, status=2)
     assert "this model's length has no plan for being sliced" in "".join(outputs)
+
+
+def test_a_fine_tuned_run_is_the_same_network(
+    prepared: Path, berts: list[Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = tmp_path / "first", ["training.max_updates=1", "validation.bleu=false"]
+    assert main(train("bert_parallel", prepared, first, berts, *last)) == 0
+    capsys.readouterr()
+    onto = ["--init-from", str(first)]
+    assert main([*train("bert_parallel_frozen", prepared, tmp_path / "tuned", berts, *last), *onto]) == 0
+    assert "trained as another network" not in capsys.readouterr().err
+    lines = (data.parent / "text/train.de").read_text(encoding="utf-8").splitlines()
+    deeper = make_bert(tmp_path / "deeper", lines, 1, 350, layers=4)
+    shutil.copy(berts[1] / "vocab.txt", deeper)  # learning it again may give another order
+    words = train("bert_parallel_frozen", prepared, tmp_path / "deep", [berts[0], deeper], *last)
+    assert main([*words, *onto]) == 2
+    assert "must have all layers that are frozen here, but lacks decoder.layers.2" in capsys.readouterr().err
+    heads = make_bert(tmp_path / "heads", lines, 1, 350, num_attention_heads=8)
+    shutil.copy(berts[1] / "vocab.txt", heads)
+    words = train("bert_parallel", prepared, tmp_path / "other", [berts[0], heads], *last)
+    assert main([*words, *onto]) == 2
+    assert "model.target.heads is 4 there and 8 here" in capsys.readouterr().err
+
+
+def test_unknown_tokens_are_counted_by_their_own_number(data: Path, berts: list[Path], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("\u65e5\u672c the river\nthe river is old\n", encoding="utf-8")
+    words = ["prepare", "--out", str(tmp_path / "data"), "--tokenizer", f"hf:{berts[0]}", "--keep-duplicates"]
+    for split in ("train", "valid"):
+        words += [f"--{split}-source", str(text), f"--{split}-target", str(text)]
+    assert main(words) == 0
+    stats = json.loads((tmp_path / "data/meta.json").read_text())["splits"]["train"]
+    assert stats["source"]["unknown"] == stats["target"]["unknown"] > 0

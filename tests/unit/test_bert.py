@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
 from deepspeed_nmt.runs import build_model, build_objective
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.berts import make_bert, transformers
 
 ENGLISH = ["the old house stands by the river", "a dog runs to the house", "the river is wide and old"] * 5
@@ -305,19 +307,42 @@ def test_combinations_without_a_meaning_are_refused(words: list[str], message: s
     assert message in str(caught.value)
 
 
-def test_a_run_goes_on_without_its_berts(folders: tuple[Path, Path]) -> None:
+def test_a_run_goes_on_without_its_berts(tmp_path: Path, folders: tuple[Path, Path]) -> None:
     """Their shapes are in the run's configuration."""
-    config = load_config("bert_parallel", settings=settings(folders))
-    begun = config.resolved()
-    gone = [f"model.{side}_encoder=/gone/{side}" for side in ("source", "target")]
-    moved = load_config("bert_parallel", settings=gone)
-    recorded = begun.model_copy(
-        update={
-            "model": begun.model.model_copy(
-                update=moved.model.model_dump(include={"source_encoder", "target_encoder"})
-            )
-        }
-    )
-    assert moved.resolved(recorded).model == recorded.model
-    with pytest.raises(ConfigError, match="there is no folder /gone/source"):
-        moved.resolved()
+    moved = (copy(folders[0], tmp_path), copy(folders[1], tmp_path))
+    begun = load_config("bert_parallel", settings=settings(moved)).resolved()
+    for folder in moved:
+        shutil.rmtree(folder)
+    again = load_config("bert_parallel", settings=[*settings(moved), "model.freeze=[]"])
+    found = again.resolved(begun).model.model_dump()
+    assert found == {**begun.model.model_dump(), "freeze": ()}, "what changed is for others to refuse"
+    with pytest.raises(ConfigError, match="there is no folder"):
+        again.resolved()
+
+
+def copy(folder: Path, into: Path) -> Path:
+    return Path(shutil.copytree(folder, into / f"copy of {folder.name}"))
+
+
+def test_an_embedding_filled_up_to_a_round_number_is_taken_without_the_rest(
+    folders: tuple[Path, Path], tokenizer: BertTokenizer, tmp_path: Path
+) -> None:
+    wide = copy(folders[1], tmp_path)
+    model = transformers.BertForMaskedLM.from_pretrained(wide)
+    model.resize_token_embeddings(tokenizer.vocabulary.size + 24, mean_resizing=False)
+    model.save_pretrained(wide)
+    found = loaded("bert_parallel", (folders[0], wide), tokenizer.vocabulary)
+    expected = loaded("bert_parallel", folders, tokenizer.vocabulary)
+    for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_beam_search_never_predicts_a_mask(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    model = loaded("bert_parallel", folders, tokenizer.vocabulary)
+    with torch.no_grad():
+        model.projection.bias[tokenizer.vocabulary.mask] = 100.0
+    v = tokenizer.vocabulary
+    source = torch.tensor([[*tokenizer.encode("das alte haus"), v.source.eos]])
+    for each in (model, model.at_exit("3-4")):
+        for hypothesis in BeamSearch(each, v.bos, v.eos, v.pad, BeamConfig(beam=3)).search(source)[0]:
+            assert v.mask not in hypothesis.tokens
