@@ -23,8 +23,8 @@ ENGINES = {
     "deep_decoder": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, *RECOMPUTED]},
     "exits": {1: ["plain"], 2: ["zero1", "zero3", "zero2:fp16", "zero3+recompute"]},
     "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16", "zero2+recompute"]},
-    "berts": {1: ["plain"], 2: ["zero1", "zero3+recompute", "zero2:fp16", "zero3:bf16"]},
-    "abnet": {1: ["plain"], 2: ["zero2", "zero3+recompute", "plain:bf16"]},
+    "berts": {1: ["plain"], 2: ["zero1", "zero3+recompute", "zero2:fp16"]},
+    "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
 }
 # The same with two ranks that share a model, on two such pairs.
 TENSOR = {
@@ -32,7 +32,7 @@ TENSOR = {
     "deep_decoder": ["plain+recompute", "zero1", "zero2:fp16", "zero3"],
     "exits": ["zero2", "zero3+recompute"],
     "growing": ["zero0+recompute", "zero3"],
-    "berts": ["plain+recompute", "zero3"],
+    "berts": ["zero3"],
 }
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
