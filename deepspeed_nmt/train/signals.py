@@ -48,8 +48,9 @@ class StopRequest:
         self._launcher = os.getppid() if "RANK" in os.environ else 0
 
     def __bool__(self) -> bool:
-        if not self.signal_name:
-            self.signal_name = self._without_a_signal()
+        # A signal may come at any moment here; what it has written is never written over with nothing.
+        if not self.signal_name and (other := self._without_a_signal()):
+            self.signal_name = other
         return bool(self.signal_name)
 
     def agree(self) -> None:

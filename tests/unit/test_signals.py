@@ -89,3 +89,14 @@ def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) ->
     alone = StopRequest()
     monkeypatch.setattr("os.getppid", lambda: 2)
     assert not alone
+
+
+def test_a_signal_that_comes_while_one_looks_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequest() as stop:
+
+        def looks_elsewhere() -> str:
+            send(signal.SIGTERM)
+            return ""
+
+        monkeypatch.setattr(stop, "_without_a_signal", looks_elsewhere)
+        assert stop and stop.signal_name == "SIGTERM"
