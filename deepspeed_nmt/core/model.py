@@ -161,6 +161,10 @@ class TranslationModel(DecodableModel):
             if layer.cross_residual is not None
         }
 
+    def source_mask(self, source_BS: Tensor, padded: bool) -> Tensor | None:
+        """What :class:`Memory` has as its mask. Shape: (B,S) -> (B,1,1,S)"""
+        return source_BS.ne(self.pad)[:, None, None, :] if padded else None
+
     def load_pretrained(self) -> bool:
         """Load weights that a new run starts with and that were trained elsewhere; whether there are any.
 

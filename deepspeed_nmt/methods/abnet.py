@@ -38,11 +38,10 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods import bert
 from deepspeed_nmt.methods.bert import BertPair, Loader
-from deepspeed_nmt.methods.parallel_decoder import cross, fed
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, EncoderLayer, MakeDecoderLayer
+from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, EncoderLayer, MakeDecoderLayer, attend_across, feed
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose, uniforms
@@ -51,6 +50,7 @@ from deepspeed_nmt.registry import Config
 LENGTH = "length"
 """Name of the length's logits among what a pass gives."""
 _LOGITS_AT_ONCE = 1 << 24
+_NO_ORDER = "model.name=abnet does not translate from left to right; use search.name=mask_predict"
 
 
 class AbNetConfig(BertPair):
@@ -82,7 +82,7 @@ class AdaptedEncoderLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,S,D) -> (B,S,D)"""
-        return fed(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
+        return feed(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
 
 
 class AdaptedDecoderLayer(CrossAttending):
@@ -112,13 +112,13 @@ class AdaptedDecoderLayer(CrossAttending):
         """Shape: (B,T,D) -> (B,T,D)"""
         both_ways = Context(mask=context.target_mask)
         if not self.parallel:
-            x_BTD = cross(self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context)
-            return fed(self.adapter, self.adapter_residual, x_BTD)
+            x_BTD = attend_across(self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context)
+            return feed(self.adapter, self.adapter_residual, x_BTD)
         attention, around = self.layer.self_attention, self.layer.self_residual
         attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.closing(x_BTD))
-        sum_BTD = cross(self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended)
-        frozen = fed(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
-        return fed(self.adapter, self.adapter_residual, sum_BTD, onto_BTD=frozen)
+        sum_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended)
+        frozen = feed(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
+        return feed(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
 
 
 class AbNet(TranslationModel):
@@ -157,7 +157,7 @@ class AbNet(TranslationModel):
         return [self.encoder], [self.decoder]
 
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        mask = self.source_mask(source_BS, padded)
         (states_BSD,) = self.encoder(self.source_embedding(source_BS), Context(mask=mask))
         return Memory(states_BSD, mask)
 
@@ -206,10 +206,10 @@ class AbNet(TranslationModel):
         return self.read(batch)[TOP]
 
     def begin(self) -> DecoderCache:
-        raise ConfigError("model.name=abnet does not translate from left to right; use search.name=mask_predict")
+        raise ConfigError(_NO_ORDER)
 
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        raise NotImplementedError  # nobody has a cache
+        raise ConfigError(_NO_ORDER)
 
     def at_exit(self, name: str) -> AbNet:
         if name != TOP:

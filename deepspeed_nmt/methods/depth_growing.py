@@ -88,7 +88,7 @@ class DepthGrowing(TranslationModel):
         return self
 
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        mask = self.source_mask(source_BS, padded)
         with torch.no_grad():
             embedded_BSD = self.bottom.source_embedding(source_BS)
             (below_BSD,) = self.bottom.encoder(embedded_BSD, Context(mask=mask))

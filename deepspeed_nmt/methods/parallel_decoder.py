@@ -33,11 +33,18 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import bert
 from deepspeed_nmt.methods.bert import BertPair, Loader
 from deepspeed_nmt.methods.transformer import Transformer
-from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
-from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.layers import Context, CrossAttending, DecoderLayer, EncoderLayer, MakeDecoderLayer
+from deepspeed_nmt.nn.layers import (
+    Context,
+    CrossAttending,
+    DecoderLayer,
+    EncoderLayer,
+    MakeDecoderLayer,
+    attend_across,
+    attend_back,
+    feed,
+)
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 
@@ -87,11 +94,7 @@ class Encoding(CrossAttending):
 
     def attend(self, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
         """S. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        then = self.self_residual.closing(x_BTD)
-        if cache is None:
-            out: Tensor = self.self_attention(x_BTD, x_BTD, causal=True, then=then)
-            return out
-        return self.self_attention.step_self(x_BTD, cache, then)
+        return attend_back(self.self_attention, self.self_residual, x_BTD, cache)
 
     def encoding(self) -> list[nn.Module]:
         """What ``freeze: encoding`` freezes."""
@@ -103,9 +106,9 @@ class ParallelLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        crossed = cross(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        crossed = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
         sum_BTD = self.attend(x_BTD, cache) + crossed
-        return fed(self.fusion, self.fusion_residual, sum_BTD) + fed(
+        return feed(self.fusion, self.fusion_residual, sum_BTD) + feed(
             self.feed_forward, self.feed_forward_residual, sum_BTD
         )
 
@@ -115,9 +118,9 @@ class SerialLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = fed(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
-        x_BTD = cross(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return fed(self.fusion, self.fusion_residual, x_BTD)
+        x_BTD = feed(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
+        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed(self.fusion, self.fusion_residual, x_BTD)
 
 
 class CoordinatorLayer(CrossAttending):
@@ -134,39 +137,8 @@ class CoordinatorLayer(CrossAttending):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = cross(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return fed(self.feed_forward, self.feed_forward_residual, x_BTD)
-
-
-def cross(
-    attention: MultiHeadAttention,
-    around: Residual,
-    x_BTD: Tensor,
-    context: Context,
-    cache: LayerCache | None = None,
-    onto_BTD: Tensor | None = None,
-) -> Tensor:
-    """C, with the source's keys and values from the cache, if there is one.
-
-    Args:
-        onto_BTD: what it is added to; default its input.
-
-    Shape: (B,T,D) -> (B,T,D)
-    """
-    assert context.memory_BSD is not None
-    h, then = around.open(x_BTD), around.closing(x_BTD if onto_BTD is None else onto_BTD)
-    if cache is None:
-        out: Tensor = attention(h, context.memory_BSD, context.mask, then=then)
-        return out
-    if cache.cross is None:
-        cache.cross = attention.keys_values(context.memory_BSD)
-    return attention.step_cross(h, cache.cross, context.mask, then)
-
-
-def fed(network: FeedForward, around: Residual, x_BTD: Tensor, onto_BTD: Tensor | None = None) -> Tensor:
-    """F, added to ``onto_BTD``; default to its input. Shape: (B,T,D) -> (B,T,D)"""
-    out: Tensor = network(around.open(x_BTD), around.closing(x_BTD if onto_BTD is None else onto_BTD))
-    return out
+        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
 
 
 class BertTransformer(Transformer):

@@ -113,7 +113,7 @@ class Transformer(TranslationModel):
         return [self.encoder], [self.decoder]
 
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = source_BS.ne(self.pad)[:, None, None, :] if padded else None
+        mask = self.source_mask(source_BS, padded)
         states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
         if len(states) == 1:
             return Memory(states[0], mask)

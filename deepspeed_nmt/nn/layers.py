@@ -74,6 +74,50 @@ def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
     return torch.cat([x[index * rows : (index + 1) * rows] for index in kept])
 
 
+def attend_back(attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
+    """Causal self-attention within its residual connection. Shape: (B,T,D), or with a cache (R,1,D) -> the same"""
+    h, then = around.open(x_BTD), around.closing(x_BTD)
+    if cache is None:
+        out: Tensor = attention(h, h, causal=True, then=then)
+        return out
+    return attention.step_self(h, cache, then)
+
+
+def attend_across(
+    attention: MultiHeadAttention,
+    around: Residual,
+    x_BTD: Tensor,
+    context: Context,
+    cache: LayerCache | None = None,
+    onto_BTD: Tensor | None = None,
+) -> Tensor:
+    """Cross-attention within its residual connection, with the source's keys and values from the cache, if there is
+    one.
+
+    Args:
+        onto_BTD: what it is added to; default its input.
+
+    Shape: (B,T,D), or with a cache (R,1,D) -> the same
+    """
+    assert context.memory_BSD is not None
+    h, then = around.open(x_BTD), around.closing(x_BTD if onto_BTD is None else onto_BTD)
+    if cache is None:
+        out: Tensor = attention(h, context.memory_BSD, context.mask, then=then)
+        return out
+    if cache.cross is None:
+        cache.cross = attention.keys_values(context.memory_BSD)
+    return attention.step_cross(h, cache.cross, context.mask, then)
+
+
+def feed(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    """A feed-forward network within its residual connection, added to ``onto``; default to its input.
+
+    Shape: (..., D) -> (..., D)
+    """
+    out: Tensor = network(around.open(x), around.closing(x if onto is None else onto))
+    return out
+
+
 class EncoderLayer(nn.Module):
     """Self-attention, then feed-forward, each within a residual connection."""
 
@@ -95,9 +139,7 @@ class EncoderLayer(nn.Module):
         assert cache is None
         h = self.self_residual.open(x_BSD)
         x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.closing(x_BSD))
-        h = self.feed_forward_residual.open(x_BSD)
-        out: Tensor = self.feed_forward(h, self.feed_forward_residual.closing(x_BSD))
-        return out
+        return feed(self.feed_forward, self.feed_forward_residual, x_BSD)
 
 
 class CrossAttending(nn.Module):
@@ -140,29 +182,15 @@ class DecoderLayer(CrossAttending):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        h = self.self_residual.open(x_BTD)
-        then = self.self_residual.closing(x_BTD)
-        if cache is None:
-            x_BTD = self.self_attention(h, h, causal=True, then=then)
-        else:
-            x_BTD = self.self_attention.step_self(h, cache, then)
+        x_BTD = attend_back(self.self_attention, self.self_residual, x_BTD, cache)
         x_BTD = self.cross(x_BTD, context, cache)
-        h = self.feed_forward_residual.open(x_BTD)
-        out: Tensor = self.feed_forward(h, self.feed_forward_residual.closing(x_BTD))
-        return out
+        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """The cross-attention sub-layer alone, residual connection included. Shape: (B,T,D) -> (B,T,D)"""
         if self.cross_attention is None or self.cross_residual is None:
             return x_BTD
-        assert context.memory_BSD is not None
-        h, then = self.cross_residual.open(x_BTD), self.cross_residual.closing(x_BTD)
-        if cache is None:
-            out: Tensor = self.cross_attention(h, context.memory_BSD, context.mask, then=then)
-            return out
-        if cache.cross is None:
-            cache.cross = self.cross_attention.keys_values(context.memory_BSD)
-        return self.cross_attention.step_cross(h, cache.cross, context.mask, then)
+        return attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
 
 
 @dataclass(frozen=True)

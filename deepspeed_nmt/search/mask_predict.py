@@ -68,7 +68,9 @@ class MaskPredict:
         ConfigError: if the model cannot guess.
     """
 
-    def __init__(self, model: DecodableModel, bos: int, eos: int, pad: int, config: MaskPredictConfig) -> None:
+    def __init__(
+        self, model: DecodableModel | MaskedModel, bos: int, eos: int, pad: int, config: MaskPredictConfig
+    ) -> None:
         if not isinstance(model, MaskedModel) or model.mask is None:
             raise ConfigError(
                 "search.name=mask_predict needs a model that guesses masked tokens; use search.name=beam"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP, DecodableModel, Memory
+from deepspeed_nmt.core.model import TOP, Memory
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.abnet import LENGTH, AbNet, masked_positions
@@ -140,14 +140,13 @@ def test_parallel_adapters_stand_beside_the_frozen_layer() -> None:
         torch.testing.assert_close(layer(h, Context(memory_BSD=r)), expected)
 
 
-class Oracle(DecodableModel):
+class Oracle:
     """Knows a sentence of each length; a token is sure if its neighbours are seen, and wrong at first if not."""
 
+    mask, longest_target = 4, 12
+
     def __init__(self) -> None:
-        super().__init__()
-        self.vocab_size, self.pad, self.mask, self.longest_target = 40, 0, 4, 12
         self.shown: list[Tensor] = []
-        self.eval()
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
         return Memory(source_BS.unsqueeze(2).float(), None)
@@ -162,15 +161,6 @@ class Oracle(DecodableModel):
         place = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
         left_seen = F.pad(tokens_RT[:, :-1], (1, 0), value=4).ne(4)
         return torch.where(left_seen, 10 + place, 30), torch.where(left_seen, -0.1, -1.0 - 0.01 * place)
-
-    def begin(self) -> DecoderCache:
-        raise NotImplementedError
-
-    def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        raise NotImplementedError
-
-    def at_exit(self, name: str) -> Oracle:
-        return self
 
 
 def test_the_doubtful_tokens_are_guessed_again() -> None:
@@ -209,6 +199,8 @@ def test_it_has_no_order_to_search_in() -> None:
     model = small("abnet_serial")
     with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
         model.begin()
+    with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
+        model.step(torch.tensor([2]), model.encode(torch.tensor([[2, 5, 3]])), DecoderCache(1))
     with pytest.raises(ConfigError, match="has no exits but the top"):
         model.at_exit("1-1")
     assert model.at_exit(TOP) is model and model.stages == (1, 1)
