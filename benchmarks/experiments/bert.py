@@ -41,6 +41,11 @@ ARMS = {
     "coordinator": Arm([f"model.coordinator_layers={LAYERS}"], recipe="bert_coordinator"),
     "abnet_serial": Arm(["model.adapter_dim=128"], recipe="abnet_serial"),
     "abnet_parallel": Arm(["model.adapter_dim=128"], recipe="abnet_parallel"),
+    # With embeddings that are trained, unlike the paper's.
+    **{
+        f"{name}_thawed": Arm(["model.freeze=[]"], recipe=f"bert_{name}")
+        for name in ("init_transformer", "serial", "parallel")
+    },
 }
 JOBS = [f"{name}:1" for name in ARMS]
 

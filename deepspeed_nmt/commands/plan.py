@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deepspeed_nmt.planning.advice import Plan
     from deepspeed_nmt.planning.gpus import Gpu
 
+_VOCAB_SIZE = "32000"
 HELP = "tell what a recipe needs of a machine, or list a sweep"
 
 
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--sweep", metavar="S", help="a named grid of settings around a recipe")
     parser.add_argument("--point", type=int, metavar="I", help="print point I of the sweep, from 1, for `train`")
     parser.add_argument(
-        "--vocab-size", default="32000", metavar="V", help="tokens of the vocabulary, or of source,target [32000]"
+        "--vocab-size",
+        metavar="V",
+        help="tokens of the vocabulary, or of source,target [those of named BERTs, or 32000]",
     )
     parser.add_argument("--gpu", metavar="G", help="plan memory and speed for this GPU")
     parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="so many of them [1]")
@@ -54,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.planning.gpus import gpu_named
 
     _check(arguments)
-    vocabulary = _vocabulary(arguments.vocab_size)
     gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
     points = [(arguments.recipe, [])] if arguments.sweep is None else sweep(arguments.sweep)
     if arguments.point is not None:
@@ -66,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (recipe, settings) in enumerate(points, 1):
         config = load_config(recipe, settings=[*settings, *arguments.settings])
         config = config.resolved()
+        vocabulary = _vocabulary(arguments.vocab_size, config)
         trained, count = _parameters(config, vocabulary)
         result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         if trained != count:
@@ -88,7 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.errors import ConfigError
 
     problems = []
-    sizes = arguments.vocab_size.split(",")
+    sizes = (arguments.vocab_size or _VOCAB_SIZE).split(",")
     if len(sizes) > 2 or not all(size.isdecimal() and int(size) >= 4 for size in sizes):
         problems.append(f"--vocab-size must be at least 4, or two such numbers, but is {arguments.vocab_size}")
     if arguments.num_gpus < 1:
@@ -101,10 +104,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _vocabulary(sizes: str) -> Vocabulary:
+def _vocabulary(sizes: str | None, config: RunConfig) -> Vocabulary:
     from deepspeed_nmt.core.vocabulary import Vocabulary
+    from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
+    from deepspeed_nmt.methods.bert import BertPair
 
-    *source, target = (Vocabulary(int(size)) for size in sizes.split(","))
+    if sizes is None and isinstance(config.model, BertPair):
+        named = (config.model.source_encoder, config.model.target_encoder)
+        if all(named):
+            return BertTokenizer.from_berts(
+                ",".join(named), "model.source_encoder and model.target_encoder"
+            ).vocabulary
+    *source, target = (Vocabulary(int(size)) for size in (sizes or _VOCAB_SIZE).split(","))
     return replace(target, own_source=source[0]) if source else target
 
 

@@ -126,6 +126,14 @@ def test_every_engine_computes_the_same(
     assert curve(run) == pytest.approx(curve(alone), abs=2e-5)
 
 
+def test_plan_counts_the_tokens_of_the_berts(berts: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    named = [f"model.{side}_encoder={path}" for side, path in zip(("source", "target"), berts, strict=True)]
+    assert main(["plan", "--recipe", "bert_serial", *named]) == 0
+    assert "with a vocabulary of 300 and 350: " in capsys.readouterr().out
+    assert main(["plan", "--recipe", "bert_serial", *named, "--vocab-size", "500,600"]) == 0
+    assert "with a vocabulary of 500 and 600: " in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_refused(
     data: Path, prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
