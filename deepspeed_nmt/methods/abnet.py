@@ -15,7 +15,7 @@ masked ones cost, given the rest and the source (eq. 5; Ghazvininejad et al. 201
 tokens are masked, hence a factor of 2 makes losses those of a token. Which ones they are is a function of (seed,
 update, sentence).
 
-Legend: B sentences, S source length, T target length, D model width, L lengths.
+Legend: B sentences, S source length, T target length, D model width, L lengths, R rows = sentences x lengths tried.
 """
 
 from __future__ import annotations
@@ -180,12 +180,13 @@ class AbNet(TranslationModel):
         logits_BL: Tensor = self.length(memory.states_BSD[:, 0])
         return logits_BL
 
-    def guess(self, tokens_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The most probable token at each position, and its log-probability (nats). Special tokens are never guessed.
+    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """The most probable token at each wanted position, and its log-probability (nats). Special tokens are never
+        guessed.
 
-        Shape: (R,T) -> (R,T), (R,T)
+        Shape: (R,T), bool (R,T) -> (N,), (N,), N wanted positions row by row
         """
-        states_ND = self.decode(tokens_RT, memory)[0].flatten(0, 1)
+        states_ND = self.decode(tokens_RT, memory)[0][wanted_RT]
         never = [self.pad, self.vocabulary.bos, self.vocabulary.eos, self.mask]
         best = []
         for part_ND in torch.split(states_ND, max(1, _LOGITS_AT_ONCE // self.vocab_size)):
@@ -193,8 +194,7 @@ class AbNet(TranslationModel):
             log_p_NV = torch.log_softmax(logits_NV.float(), dim=1)
             log_p_NV[:, never] = -torch.inf
             best.append(log_p_NV.max(dim=1))
-        tokens_N, log_p_N = torch.cat([each.indices for each in best]), torch.cat([each.values for each in best])
-        return tokens_N.view_as(tokens_RT), log_p_N.view_as(tokens_RT)
+        return torch.cat([each.indices for each in best]), torch.cat([each.values for each in best])
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         memory = self.encode(batch.source_BS, padded=batch.source_padded)

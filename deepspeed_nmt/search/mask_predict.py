@@ -4,7 +4,7 @@ For each of the l most probable lengths N: start from N masks; in iteration t = 
 mask the n = floor(N (T - t) / T) least probable ones. The candidate whose tokens have the highest mean
 log-probability wins.
 
-Legend: B sentences, S source length, T target length, L lengths tried, R rows = B x L.
+Legend: B sentences, S source length, T target length, L lengths tried, R rows = B x L, N tokens guessed at once.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ class MaskedModel(Protocol):
     def lengths(self, memory: Memory) -> Tensor:
         """Logits of the number of target tokens. Shape: -> (B,L)"""
 
-    def guess(self, tokens_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The most probable token at each position, and its log-probability. Shape: (R,T) -> (R,T), (R,T)"""
+    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """The most probable token at each wanted position, row by row, and its log-probability.
+
+        Shape: (R,T), bool (R,T) -> (N,), (N,)
+        """
 
 
 class MaskPredict:
@@ -124,9 +127,7 @@ class MaskPredict:
         total = self.config.iterations
         for iteration in range(1, total + 1):
             tokens_RT = tokens_RT.masked_fill(masked_RT, self.mask)
-            guessed_RT, guessed_log_p_RT = self.model.guess(tokens_RT, memory)
-            tokens_RT = torch.where(masked_RT, guessed_RT, tokens_RT)
-            log_p_RT = torch.where(masked_RT, guessed_log_p_RT, log_p_RT)
+            tokens_RT[masked_RT], log_p_RT[masked_RT] = self.model.guess(tokens_RT, masked_RT, memory)
             doubtful_R1 = length_R1 * (total - iteration) // total
             if not bool(doubtful_R1.any()):
                 break

@@ -156,11 +156,13 @@ class Oracle:
         logits[:, 6], logits[:, 4], logits[:, 0], logits[:, 15] = 1.0, 0.5, 5.0, 4.0
         return logits
 
-    def guess(self, tokens_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         self.shown.append(tokens_RT.clone())
+        assert torch.equal(wanted_RT, tokens_RT.eq(4))
         place = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
         left_seen = F.pad(tokens_RT[:, :-1], (1, 0), value=4).ne(4)
-        return torch.where(left_seen, 10 + place, 30), torch.where(left_seen, -0.1, -1.0 - 0.01 * place)
+        log_p_RT = torch.where(left_seen, -0.1, -1.0 - 0.01 * place)
+        return torch.where(left_seen, 10 + place, 30)[wanted_RT], log_p_RT[wanted_RT]
 
 
 def test_the_doubtful_tokens_are_guessed_again() -> None:
