@@ -10,7 +10,8 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,16 +88,30 @@ def output(text: str) -> None:
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
     """Iterate over ``items`` and show how far it has come."""
+    with counting(description, unit, total) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+@contextmanager
+def counting(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
+    """Show how far long work has come: what this gives is to be called with how much more of it is done."""
     if sys.stderr.isatty():
-        yield from tqdm(items, desc=description, unit=f" {unit}", total=total, dynamic_ncols=True, unit_scale=True)
+        with tqdm(desc=description, unit=f" {unit}", total=total, dynamic_ncols=True, unit_scale=True) as bar:
+            yield bar.update
         return
     start = last = time.monotonic()
     count = 0
-    for count, item in enumerate(items, 1):
-        yield item
+
+    def advance(more: int) -> None:
+        nonlocal count, last
+        count += more
         now = time.monotonic()
         if now - last >= PLAIN_LINE_EVERY_S:
             last = now
             of = f" of {total:,}" if total else ""
             logger.info("%s: %s%s %s, %.0f a second", description, f"{count:,}", of, unit, count / (now - start))
+
+    yield advance
     logger.info("%s: %s %s in %.1f s", description, f"{count:,}", unit, time.monotonic() - start)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Translate."""
     import torch
 
-    from deepspeed_nmt.console import progress
+    from deepspeed_nmt.console import counting
     from deepspeed_nmt.files import atomic_text_writer, check_text
     from deepspeed_nmt.runs import Run
     from deepspeed_nmt.search.ensemble import Ensemble
@@ -77,19 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
     model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(device)
 
     interactive = source is None and sys.stdin.isatty()
-    translations = translate_lines(
-        model,
-        opened.tokenizer,
-        _lines(source),
-        search,
-        max_tokens=arguments.max_tokens,
-        buffer_lines=1 if interactive else 4096,
-        device=device,
-        nbest=arguments.nbest,
-    )
     # Only a complete translation takes the output's place: until then it may even be the input.
-    with nullcontext(sys.stdout) if target is None else atomic_text_writer(target) as output:
-        for number, best in enumerate(progress(translations, "translate", "sentences")):
+    writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
+    with writer as output, counting("translate", "sentences") as advance:
+        translations = translate_lines(
+            model,
+            opened.tokenizer,
+            _lines(source),
+            search,
+            max_tokens=arguments.max_tokens,
+            buffer_lines=1 if interactive else 4096,
+            device=device,
+            nbest=arguments.nbest,
+            advance=advance,
+        )
+        for number, best in enumerate(translations):
             if arguments.nbest == 1:
                 output.write(best[0].text + "\n")
             else:

@@ -6,7 +6,7 @@ into order. Legend: B sentences, S source length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -78,6 +78,7 @@ def translate_lines(
     buffer_lines: int = 4096,
     device: torch.device | str = "cpu",
     nbest: int = 1,
+    advance: Callable[[int], object] = lambda more: None,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -91,6 +92,7 @@ def translate_lines(
             grows with the beam.) A longer line is translated in a batch of its own.
         buffer_lines: how many lines are read before the first of them comes out; memory grows with it.
         nbest: translations wanted for each line, at most the beam.
+        advance: is told how many more lines are done, which may be long before the first of them comes out.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
@@ -113,7 +115,7 @@ def translate_lines(
         raise ConfigError(problems)
     search = SEARCHES[config.name].build(model, tokenizer.bos, tokenizer.eos, tokenizer.pad, config)
     longest, on = model.longest_source, torch.device(device)
-    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, on, nbest, longest)
+    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, on, nbest, longest, advance)
 
 
 def _cut(source: list[int], longest: int, line: int) -> list[int]:
@@ -168,6 +170,7 @@ def _translate(
     device: torch.device,
     nbest: int,
     longest: int | None,
+    advance: Callable[[int], object],
 ) -> Iterator[list[Translation]]:
     before, eos = 0, tokenizer.vocabulary.source.eos
     while buffer := list(islice(lines, buffer_lines)):
@@ -177,6 +180,7 @@ def _translate(
         translations = [[Translation("", 0.0, [])] for _ in buffer]
         filled = [number for number, source in enumerate(sources) if source]
         lengths = [len(sources[number]) + 1 for number in filled]
+        advance(len(buffer) - len(filled))
         for number, length in zip(filled, lengths, strict=True):
             if length > max_tokens:
                 logger.warning(
@@ -193,5 +197,6 @@ def _translate(
                     Translation(tokenizer.decode(hypothesis.tokens), hypothesis.score, hypothesis.tokens)
                     for hypothesis in hypotheses[:nbest]
                 ]
+            advance(len(numbers))
         yield from translations
         before += len(buffer)

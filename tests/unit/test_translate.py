@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.console import counting, setup_logging
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -169,3 +170,20 @@ def test_length_buckets_take_every_sentence_once() -> None:
     buckets = list(length_buckets(lengths, 12))
     assert buckets == [[1], [4], [2, 3, 0], [5]]
     assert list(length_buckets([], 12)) == []
+
+
+def test_progress_is_told_while_a_buffer_is_translated(
+    model: TranslationModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer of a large model's takes minutes, and its lines come out together."""
+    told: list[int] = []
+    translations = translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=told.append)  # type: ignore[arg-type]
+    next(translations)
+    assert sum(told) == len(LINES) and len(told) > 2 and told[0] == 2, "empty lines first, then batch by batch"
+    monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
+    setup_logging()
+    with counting("translate", "sentences", total=len(LINES)) as advance:
+        list(translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=advance))  # type: ignore[arg-type]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(told) + 1 and "translate: 2 of 11 sentences, " in said[0]
+    assert "translate: 11 sentences in " in said[-1]
