@@ -165,7 +165,7 @@ def _plan_attention(module: nn.Module, world: World) -> None:
     heads = module.q_proj.out_features // module.head_dim
     if heads % world.tensor_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel must divide model.heads, but is {world.tensor_ranks} with {heads} heads"
+            f"engine.tensor_parallel must divide the model's heads, but is {world.tensor_ranks} with {heads} heads"
         )
     for linear in (module.q_proj, module.k_proj, module.v_proj):
         _by_columns(linear, world)
@@ -177,7 +177,7 @@ def _plan_feed_forward(module: nn.Module, world: World) -> None:
     assert isinstance(module, FeedForward)
     if module.up_proj.out_features % world.tensor_ranks:
         raise ConfigError(
-            f"engine.tensor_parallel must divide model.ffn_dim, but is {world.tensor_ranks} with "
+            f"engine.tensor_parallel must divide the model's ffn_dim, but is {world.tensor_ranks} with "
             f"{module.up_proj.out_features}"
         )
     _by_columns(module.up_proj, world)

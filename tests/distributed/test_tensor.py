@@ -57,8 +57,8 @@ def world(tensor_ranks: int) -> World:
 @pytest.mark.parametrize(
     ("changes", "ranks", "said"),
     [
-        ({"heads": 4}, 3, "engine.tensor_parallel must divide model.heads, but is 3 with 4 heads"),
-        ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel must divide model.ffn_dim, but is 2 with 31"),
+        ({"heads": 4}, 3, "engine.tensor_parallel must divide the model's heads, but is 3 with 4 heads"),
+        ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel must divide the model's ffn_dim, but is 2 with 31"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(changes: dict[str, int], ranks: int, said: str) -> None:
