@@ -15,7 +15,7 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.train.memory import explained, probe
+from deepspeed_nmt.train.out_of_memory import explained, probe
 from tests.support import random_corpus
 
 CPU = torch.device("cpu")
