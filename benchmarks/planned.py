@@ -21,6 +21,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
+from deepspeed_nmt.runs import build_kernels
 
 
 def main() -> None:
@@ -42,7 +43,8 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
     vocabulary = DataDirectory.open(arguments.data).tokenizer().vocabulary
     config = load_config(arguments.recipe, settings=arguments.settings)
-    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, gpu.capability)
+    kernels = build_kernels(config).planned_for(gpu.capability)
+    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, kernels)
     plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2

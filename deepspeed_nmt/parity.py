@@ -25,6 +25,7 @@ from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, EngineConfig, ParameterState
 from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.methods.abnet import AbNetConfig, MaskedTokens, MaskedTokensConfig, build_abnet
 from deepspeed_nmt.methods.ald import ALD, ALDConfig
 from deepspeed_nmt.methods.bert import BertShape
@@ -36,6 +37,7 @@ from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig, build_bert_decoder
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.nn.layers import DecoderLayer, LayerParts
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.tensor import parallelize
@@ -170,6 +172,7 @@ def build(
     directory: Path,
     dropout: float = 0.0,
     weights: dict[str, Tensor] | None = None,
+    kernels: Kernels = DEFAULT,
 ) -> Engine:
     """An engine over a model that is the same in every layout.
 
@@ -180,6 +183,7 @@ def build(
         world: whose ``tensor_ranks`` share a model.
         directory: of the corpus; each rank writes its DeepSpeed configuration there.
         weights: to start from, instead of fresh ones.
+        kernels: of the model.
     """
     torch.manual_seed(7)
     module = TrainModule(*METHODS[method](dropout))
@@ -189,6 +193,7 @@ def build(
         module.model.recompute(1, 1)
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
+    use_kernels(module.model, kernels)
     parallelize(module.model, world)
     # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
     # a whole step of the learning rate, and which CPU it runs on would decide some weights. 1e-6 is above them.

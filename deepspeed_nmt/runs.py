@@ -32,7 +32,7 @@ from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.kernels import attention, dispatch
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
@@ -54,14 +54,13 @@ def build_model(config: RunConfig, vocabulary: Vocabulary) -> TranslationModel:
     return model.build(config.model, vocabulary, partial(layer.build, config.layer))
 
 
-def use_kernels(config: RunConfig) -> None:
-    """Have operations carried out in this process as a run's configuration says.
+def build_kernels(config: RunConfig) -> Kernels:
+    """Return the kernels of a run, to be given to its models by :func:`deepspeed_nmt.nn.fused.use_kernels`.
 
     Raises:
-        ConfigError: if ``engine.kernels`` names what there is not.
+        ConfigError: if ``engine.kernels`` names an unknown operation or backend.
     """
-    dispatch.use(config.engine.kernels)
-    attention.use(config.engine.attention)
+    return Kernels(config.engine.kernels, config.engine.attention)
 
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:

@@ -145,12 +145,11 @@ def _plan(
 
     from deepspeed_nmt.commands.planner import Planner, precision_of
     from deepspeed_nmt.engine.base import DTYPES
-    from deepspeed_nmt.kernels.dispatch import describe, planned_for
-    from deepspeed_nmt.runs import use_kernels
+    from deepspeed_nmt.runs import build_kernels
 
-    use_kernels(config)
+    kernels = build_kernels(config).planned_for(gpu.capability)
     precision = precision_of(config, gpu, arguments.num_gpus)
-    planner = Planner(config, vocabulary, precision, arguments.num_gpus, gpu.capability)
+    planner = Planner(config, vocabulary, precision, arguments.num_gpus, kernels)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
@@ -165,9 +164,8 @@ def _plan(
         "advice": planner.settings(advised),
         **{name: _as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
-    with planned_for(gpu.capability):
-        kernels = describe(torch.device("meta"), DTYPES[precision])
-    head = f"{arguments.num_gpus} x {gpu.name} ({precision}); kernels: {kernels}"
+    chosen = kernels.describe(torch.device("meta"), DTYPES[precision])
+    head = f"{arguments.num_gpus} x {gpu.name} ({precision}); kernels: {chosen}"
     return result, _text(head, columns, planner.settings(advised), config, arguments, gpu, speed)
 
 

@@ -13,7 +13,8 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.base import DTYPES, Precision, uses_deepspeed
 from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, precision_asked_for, zero_stage
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.dispatch import Capability, planned_for
+from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, RECOMPUTE, Plan, advise, plan_for
@@ -33,7 +34,7 @@ class Planner:
         vocabulary: of the data.
         precision: to train in.
         ranks: GPUs.
-        capability: of the GPUs; None for CPUs.
+        kernels: planned for the GPUs' capability; see :meth:`~deepspeed_nmt.kernels.choice.Kernels.planned_for`.
 
     Raises:
         ConfigError: if the ranks cannot be divided by ``engine.tensor_parallel``, or the model cannot.
@@ -45,7 +46,7 @@ class Planner:
         vocabulary: Vocabulary,
         precision: Precision,
         ranks: int,
-        capability: Capability | None,
+        kernels: Kernels,
     ) -> None:
         tensor_ranks = config.engine.tensor_parallel
         if ranks % tensor_ranks:
@@ -54,6 +55,7 @@ class Planner:
             )
         with torch.device("meta"):
             model = build_model(config, vocabulary)
+        use_kernels(model, kernels)
         parallelize(model, World(0, ranks, 0, torch.device("meta"), tensor_ranks))
         self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.frozen = sum(p.numel() for p in model.parameters()) - self.trained
@@ -61,8 +63,7 @@ class Planner:
         objective = build_objective(config, vocabulary)
 
         def counted(recompute: Recompute) -> tuple[Work, Work]:
-            with planned_for(capability):
-                small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+            small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
             return small, large
 
         encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
@@ -117,7 +118,9 @@ def precision_of(config: RunConfig, gpu: Gpu, ranks: int) -> Precision:
     return gpu.precision if wanted == "auto" else wanted  # type: ignore[return-value]
 
 
-def recomputation(config: RunConfig, vocabulary: Vocabulary, precision: Precision, world: World) -> Recompute:
+def recomputation(
+    config: RunConfig, vocabulary: Vocabulary, precision: Precision, world: World, kernels: Kernels
+) -> Recompute:
     """Every how manieth encoder and decoder layer to recompute: what is set, or for "auto" as few as fit.
 
     Raises:
@@ -136,7 +139,7 @@ def recomputation(config: RunConfig, vocabulary: Vocabulary, precision: Precisio
             "is; set engine.memory_gib, or give numbers"
         )
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
-    plan = Planner(config, vocabulary, precision, world.ranks, capability).as_set(gib)
+    plan = Planner(config, vocabulary, precision, world.ranks, kernels.planned_for(capability)).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "

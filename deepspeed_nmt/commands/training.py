@@ -26,9 +26,11 @@ from deepspeed_nmt.engine.base import DTYPES, Precision, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.inherit import inherit, write_origin
-from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.kernels.backends import OPERATIONS
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.methods.bert import BertPair
 from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig
+from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.launched import once_per_host
@@ -37,7 +39,7 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
-from deepspeed_nmt.runs import CHECKPOINTS, build_model, build_objective, load_weights, use_kernels
+from deepspeed_nmt.runs import CHECKPOINTS, build_kernels, build_model, build_objective, load_weights
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
@@ -89,11 +91,12 @@ def train_run(job: Job) -> Progress:
     """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once."""
     config, world = job.config, job.world
     with fail_together(world):
-        use_kernels(config)
+        kernels = build_kernels(config)
         precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
-    agree_on_kernels(world, {DTYPES[precision], torch.float32})  # fp32: under autocast, and in validation
-    logger.info("%s; kernels: %s", precision, dispatch.describe(world.device, DTYPES[precision]))
-    while (progress := _take_up(job, precision)) is None:
+    # fp32: under autocast, and in validation.
+    kernels = agree_on_kernels(kernels, world, {DTYPES[precision], torch.float32})
+    logger.info("%s; kernels: %s", precision, kernels.describe(world.device, DTYPES[precision]))
+    while (progress := _take_up(job, precision, kernels)) is None:
         job.watchdog.at("going back to a checkpoint", slow=True)
         gc.collect()  # the engine and all it held
         if world.device.type == "cuda":
@@ -101,23 +104,26 @@ def train_run(job: Job) -> Progress:
     return progress
 
 
-def agree_on_kernels(world: World, dtypes: Iterable[torch.dtype]) -> None:
-    """What one rank has to leave to torch, all do: ranks that share a model would draw different masks otherwise.
+def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
+    """Return kernels that all ranks have. If any rank lacks a kernel, all ranks fall back to torch.
+
+    Otherwise ranks that share a model would draw different dropout masks.
 
     Raises:
-        ConfigError: on all ranks, if one cannot have what is asked for.
+        ConfigError: on all ranks, if a backend that is asked for is not available on one.
     """
     with fail_together(world):
-        chosen = [dispatch.choices(world.device, dtype) for dtype in dtypes]
-        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in dispatch.OPERATIONS}
+        chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
+        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in OPERATIONS}
     counts = sum_over_ranks(plain, world)
     differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
-    if differing:
-        logger.warning("%s: torch is used on all ranks, because some can use nothing else", ", ".join(differing))
-        dispatch.fall_back_to_torch(differing)
+    if not differing:
+        return kernels
+    logger.warning("%s: all ranks fall back to torch, because some have no other kernels", ", ".join(differing))
+    return kernels.fall_back_to_torch(differing)
 
 
-def _take_up(job: Job, precision: Precision) -> Progress | None:
+def _take_up(job: Job, precision: Precision, kernels: Kernels) -> Progress | None:
     """Train from the newest checkpoint, or from the start; None if the run was rolled back."""
     path, config, data, world = job.path, job.config, job.data, job.world
     vocabulary = data.tokenizer().vocabulary
@@ -129,11 +135,13 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = build_model(config, vocabulary)
-        model.recompute(*recomputation(config, vocabulary, precision, world))
+        model.recompute(*recomputation(config, vocabulary, precision, world, kernels))
         _check_lengths(model, data)
         if checkpoint is None:
             _check_vocabularies(config, data)
         copy = build_model(config, vocabulary)
+        for each in (model, copy):
+            use_kernels(each, kernels)
         _initialise(model, job, checkpoint)
         parallelize(model, world)
     objective = build_objective(config, vocabulary)
@@ -159,7 +167,7 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
-    workload = _workload(config, vocabulary, objective, world)
+    workload = _workload(config, vocabulary, objective, world, kernels)
     assert isinstance(config.search, SearchConfig)
     validator = ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world)
     monitor = CollapseMonitor(
@@ -206,7 +214,9 @@ def _newest(store: CheckpointStore, world: World) -> Checkpoint | None:
         return Checkpoint(store.directory / name, verify=False) if name and found is None else found
 
 
-def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, world: World) -> Workload | None:
+def _workload(
+    config: RunConfig, vocabulary: Vocabulary, objective: Objective, world: World, kernels: Kernels
+) -> Workload | None:
     """What training costs; None on a CPU, on GPUs whose best is not known, and on ranks that do not log."""
     if world.device.type != "cuda" or not world.is_main:
         return None
@@ -217,6 +227,7 @@ def _workload(config: RunConfig, vocabulary: Vocabulary, objective: Objective, w
         return None
     with torch.device("meta"):
         model = build_model(config, vocabulary)
+    use_kernels(model, kernels)
     rates = count_rates(model, objective, vocabulary)
     return Workload(rates.source, rates.target, kind.tflops * 1e12)
 
