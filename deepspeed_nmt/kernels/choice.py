@@ -30,8 +30,8 @@ class Kernels:
     1. the one in ``fixed``;
     2. the one that the environment variable ``DEEPSPEED_NMT_KERNELS`` names;
     3. the one that ``setting`` names;
-    4. on a GPU, the fastest one in :data:`~deepspeed_nmt.kernels.backends.MEASURED`, or if its capability has not been
-       measured, the one in :data:`~deepspeed_nmt.kernels.backends.EXPECTED`;
+    4. on a GPU, the fastest one in :data:`~deepspeed_nmt.kernels.backends.MEASURED`, or if its capability has not
+       been measured, the one in :data:`~deepspeed_nmt.kernels.backends.EXPECTED`;
     5. torch.
 
     A backend that is named but not available is an error. A backend that is chosen automatically is compared with
