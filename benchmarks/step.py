@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,6 +36,7 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
 from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -132,7 +134,11 @@ def torch_dropout() -> Iterator[None]:
 @contextmanager
 def all_logits() -> Iterator[None]:
     """The loss in torch's own steps inside."""
-    with mock.patch.object(label_smoothed, "projected_cross_entropy", projected_cross_entropy_ref):
+
+    def reference(*arguments: Any, kernels: Kernels, **options: Any) -> Any:
+        return projected_cross_entropy_ref(*arguments, **options)
+
+    with mock.patch.object(label_smoothed, "projected_cross_entropy", reference):
         yield
 
 

@@ -108,7 +108,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = _initial_model(job, resolved, checkpoint)
-        copy = build_model(config, vocabulary)  # whole, for validation
+        copy = build_model(config, vocabulary, resolved.kernels)  # whole, for validation
     optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
     with once_per_host():
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
@@ -167,7 +167,7 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     Raises:
         ConfigError: if frozen parts of it would keep random weights.
     """
-    model = build_model(resolved.config, resolved.vocabulary)
+    model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
     model.recompute(*resolved.recompute)
     if checkpoint is not None:
         checkpoint.load_into(model)
@@ -205,5 +205,6 @@ def _workload(resolved: ResolvedRun, objective: Objective, world: World) -> Work
     if kind is None:
         logger.info("perf/mfu is not logged: the peak of %s is not known", name)
         return None
-    rates = count_rates(build_meta_model(resolved.config, resolved.vocabulary), objective, resolved.vocabulary)
+    model = build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)
+    rates = count_rates(model, objective, resolved.vocabulary)
     return Workload(rates.source, rates.target, kind.tflops * 1e12)

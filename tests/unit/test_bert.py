@@ -286,7 +286,10 @@ def small(model: Any) -> Any:
             ["bert_parallel", "objective.multi_softmax.exits=all", "objective.label_smoothed=null"],
             "model.name=bert has only the one at its top to train",
         ),
-        (["", "model.name=bert", "search.name=mask_predict"], "bert predicts from left to right; use search.name=beam"),
+        (
+            ["", "model.name=bert", "search.name=mask_predict"],
+            "bert predicts from left to right; use search.name=beam",
+        ),
         (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
         (["bert_scratch_transformer", "model.freeze=[encoder]"], "with pretrained=false they are random"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),

@@ -17,6 +17,7 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.choice import DEFAULT
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, advise
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
@@ -200,7 +201,7 @@ def test_recomputation_by_a_memory_budget(capsys: pytest.CaptureFixture[str]) ->
 
     def chosen(*settings: str) -> tuple[int, int]:
         config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=8192", *settings])
-        return resolve_recomputation(config, V, EngineSettings("fp32", 1.0), alone)
+        return resolve_recomputation(config, V, EngineSettings("fp32", 1.0), alone, DEFAULT)
 
     assert chosen("engine.recompute_decoder=2") == (0, 2)
     # Counted for this model: none takes 0.95 GiB, the encoder alone 0.64, the decoder alone 0.53, all 0.22.
