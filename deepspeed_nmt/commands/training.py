@@ -21,6 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import SIDES, BertTokenizer
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import DTYPES, Precision, choose_precision
 from deepspeed_nmt.engine.ds_config import precision_asked_for
@@ -161,17 +162,10 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
     workload = _workload(config, vocabulary, objective, world)
     assert isinstance(config.search, SearchConfig)
-    validator = ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world)
-    monitor = CollapseMonitor(
-        config.collapse,
-        2 * config.schedule.warmup_updates,
-        data.corpus("valid"),
-        replica,
-        objective,
-        vocabulary,
-        config.batch,
-        world,
-    )
+    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
+    validator = ModelValidator(replica, objective, data, valid, config.validation, config.search, world)
+    grace = 2 * config.schedule.warmup_updates
+    monitor = CollapseMonitor(config.collapse, grace, valid, replica, objective, world)
     with Metrics(path, world.is_main, progress.update, config.training.max_updates) as metrics:
         after = train(
             config.training,

@@ -20,6 +20,7 @@ from deepspeed_nmt.methods.bert import BertShape
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
+from tests.support import batch_of
 from tests.unit.test_bert import batch, folders, loaded, tokenizer, transformers  # noqa: F401
 
 V = Vocabulary(40, pad=0, bos=2, eos=3, unk=1, mask=4, own_source=Vocabulary(30, pad=0, bos=2, eos=3, unk=1, mask=4))
@@ -35,8 +36,7 @@ def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
     sides = [[torch.cat([begin, w, end]) for w in words], [torch.cat([begin, w]) for w in words]]
     sides.append([torch.cat([w, end]) for w in words])
     source, target_input, output = (torch.nn.utils.rnn.pad_sequence(side, True, 0) for side in sides)
-    tokens = sum(lengths) + rows
-    return Batch(source, target_input, output, torch.arange(rows), tokens, tokens + rows, 0, seed, update)
+    return batch_of(source, target_input, output, seed=seed, update=update)
 
 
 def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> None:
@@ -54,8 +54,8 @@ def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> 
     part = replace(data, target_output_BT=data.target_output_BT[rows, :9], sentence_ids_B=data.sentence_ids_B[rows])
     whole_rows = lengths[rows] < 9
     assert torch.equal(masked_positions(part, V)[whole_rows], masked[rows, :9][whole_rows])
-    assert not torch.equal(masked_positions(replace(data, update=2), V), masked)
-    assert not torch.equal(masked_positions(replace(data, seed=2), V), masked)
+    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, number=2)), V), masked)
+    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, seed=2)), V), masked)
 
 
 @BOTH
