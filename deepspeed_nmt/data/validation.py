@@ -16,7 +16,7 @@ from deepspeed_nmt.data.loader import collate
 class ValidationSet:
     """The validation corpus, shared among ranks.
 
-    Unlike training, validation accepts sentences longer than ``micro_tokens``: the bound is raised to the longest one.
+    Unlike training, validation accepts sentences longer than ``micro_tokens``: it raises the bound to the longest.
 
     Args:
         corpus: Validation corpus.
@@ -46,8 +46,8 @@ class ValidationSet:
 
         Args:
             sentences: Pairs to take; default all. Shape: (N,)
-            source_of: For each pair, the pair whose source replaces its own; default none. Batches hold the same targets
-                with and without it.
+            source_of: For each pair, the pair whose source replaces its own; default none. Batches hold the same
+                targets with and without it.
         """
         if sentences is None:
             sentences = np.arange(len(self.corpus), dtype=np.int64)

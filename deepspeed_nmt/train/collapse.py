@@ -1,7 +1,7 @@
 """Detection of decoders that turn into language models and ignore their source.
 
-The training loss of such a model looks normal, but its loss on sentences with the sources of other sentences is hardly
-higher. On a fixed slice of the validation set, the monitor measures
+The training loss of such a model looks normal, but its loss hardly rises if each sentence gets the source of another
+one. On a fixed slice of the validation set, the monitor measures
 
     collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats),
 

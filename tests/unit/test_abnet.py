@@ -167,7 +167,7 @@ class Oracle:
 
 def test_the_doubtful_tokens_are_guessed_again() -> None:
     oracle = Oracle()
-    search = MaskPredict(oracle, 2, 3, 0, MaskPredictConfig(iterations=3, length_beam=2))
+    search = MaskPredict(MaskPredictConfig(iterations=3, length_beam=2), oracle, V)
     ((best, second),) = search.search(torch.tensor([[5, 3]]))
     # Neither no tokens at all, nor more than the model reads.
     assert {len(best.tokens), len(second.tokens)} == {6, 4}
@@ -177,16 +177,14 @@ def test_the_doubtful_tokens_are_guessed_again() -> None:
     assert again.eq(4).sum(1).tolist() == [4, 2] and third.eq(4).sum(1).tolist() == [2, 1]
     assert again.tolist()[0] == [2, 11, 30, 4, 4, 4, 4, 3]
     assert best.score >= second.score and best.score == pytest.approx(best.log_prob / len(best.tokens))
-    once = MaskPredict(Oracle(), 2, 3, 0, MaskPredictConfig(iterations=1, length_beam=1)).search(
-        torch.tensor([[5, 3]])
-    )
+    once = MaskPredict(MaskPredictConfig(iterations=1, length_beam=1), Oracle(), V).search(torch.tensor([[5, 3]]))
     assert once[0][0].tokens == [11, 30, 30, 30, 30, 30]
 
 
 @BOTH
 def test_a_sentence_is_translated_alike_in_any_company(recipe: str) -> None:
     model, data = small(recipe), pairs(6, 9)
-    search = MaskPredict(model, 2, 3, 0, MaskPredictConfig(iterations=4, length_beam=3))
+    search = MaskPredict(MaskPredictConfig(iterations=4, length_beam=3), model, V)
     together = search.search(data.source_BS)
     for row, found in enumerate(together):
         length = int(data.source_BS[row].ne(0).sum())

@@ -344,5 +344,5 @@ def test_beam_search_never_predicts_a_mask(folders: tuple[Path, Path], tokenizer
     v = tokenizer.vocabulary
     source = torch.tensor([[*tokenizer.encode("das alte haus"), v.source.eos]])
     for each in (model, model.at_exit("3-4")):
-        for hypothesis in BeamSearch(each, v.bos, v.eos, v.pad, BeamConfig(beam=3)).search(source)[0]:
+        for hypothesis in BeamSearch(BeamConfig(beam=3), each, v).search(source)[0]:
             assert v.mask not in hypothesis.tokens

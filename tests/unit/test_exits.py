@@ -165,10 +165,10 @@ def test_search_decodes_from_an_exit() -> None:
     model = transformer().eval()
     source = batch().source_BS
     config = BeamConfig(beam=3)
-    found = BeamSearch(model.at_exit("2-1"), V.bos, V.eos, V.pad, config).search(source)
+    found = BeamSearch(config, model.at_exit("2-1"), V).search(source)
     small = transformer("pre", 2, 1)
     small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
-    assert found == BeamSearch(small.eval(), V.bos, V.eos, V.pad, config).search(source)
+    assert found == BeamSearch(config, small.eval(), V).search(source)
 
 
 @pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
