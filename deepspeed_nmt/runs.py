@@ -28,7 +28,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
@@ -121,7 +121,7 @@ class Run:
         if not (path / CONFIG_FILE).is_file():
             what = "has no config.yaml" if path.is_dir() else "does not exist"
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
-        return cls(path, load_config(file=path / CONFIG_FILE), Tokenizer.from_directory(path))
+        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path))
 
     @property
     def checkpoints(self) -> CheckpointStore:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
-from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
+from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE
 from deepspeed_nmt.errors import ConfigError, DataError
 from tests.berts import SPECIAL, make_bert
 
@@ -61,19 +62,19 @@ def test_references_have_the_form_of_translations(both: BertTokenizer) -> None:
 
 def test_it_is_saved_and_read_again(both: BertTokenizer, tmp_path: Path) -> None:
     both.save(tmp_path)
-    again = Tokenizer.from_directory(tmp_path)
+    again = open_tokenizer(tmp_path)
     assert isinstance(again, BertTokenizer)
     assert again.digest == both.digest and again.vocabulary == both.vocabulary
     assert again.encode("ein hund läuft") == both.encode("ein hund läuft")
     (tmp_path / "vocabulary.source.json").write_text("{}")
     with pytest.raises(DataError, match="must be a tokenizer's JSON"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
     (tmp_path / "vocabulary.source.json").unlink()
     with pytest.raises(DataError, match=r"must hold the vocabularies of two BERTs .* but does not"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
     (tmp_path / INFO_FILE).write_text("[]")
     with pytest.raises(DataError, match=r"must hold a vocabulary"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
 
 
 def test_wrong_names_are_refused(berts: tuple[Path, Path], tmp_path: Path) -> None:
