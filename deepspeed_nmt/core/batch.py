@@ -80,7 +80,7 @@ class Batch:
 
     @property
     def target_mask(self) -> Tensor:
-        """Bool, True for positions of ``target_output_BT`` that are not padding. Shape: -> (B,T)"""
+        """Bool, True for positions of ``target_output_BT`` that are not padding. Shape: -> (B,T)."""
         return self.target_output_BT.ne(self.pad)
 
     def to(self, device: torch.device) -> Batch:

@@ -338,8 +338,8 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
             differing.append(f"{name} text")
     if differing:
         raise DataError(
-            f"--out must be new or hold data of the same text and options, but {out} differs in {', '.join(differing)}; "
-            "give --overwrite to replace it, or choose another --out"
+            f"--out must be new or hold data of the same text and options, but {out} differs in "
+            f"{', '.join(differing)}; give --overwrite to replace it, or choose another --out"
         )
     logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
     return meta
