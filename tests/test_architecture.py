@@ -107,10 +107,9 @@ def import_cycle(sources: Mapping[str, str]) -> list[str]:
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         named = runtime_imports(ast.parse(source))
-        targets = (
-            f"{module}.{imported}" if f"{module}.{imported}" in sources else module for module, imported in named
-        )
-        graph[name] = {target for target in targets if target in sources}
+        # `from package import name` imports a module of the package, or takes a name from its __init__.
+        found = (f"{parent}.{child}" if f"{parent}.{child}" in sources else parent for parent, child in named)
+        graph[name] = {module for module in found if module in sources}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -157,9 +157,7 @@ def test_nothing_left_after_cleaning(texts: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_vocabulary_too_large(texts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"vocabulary of 8000 tokens was asked for, but the text supports at most \d+"
-    ):
+    with pytest.raises(DataError, match=r"--vocab-size must be at most \d+, which the text supports, but is 8000"):
         _prepare(texts, vocab_size=None)
     assert _left_behind(tmp_path) == []
 
