@@ -168,6 +168,7 @@ class Oracle:
 def test_the_doubtful_tokens_are_guessed_again() -> None:
     oracle = Oracle()
     search = MaskPredict(MaskPredictConfig(iterations=3, length_beam=2), oracle, V)
+    assert search.config.width == 2
     ((best, second),) = search.search(torch.tensor([[5, 3]]))
     # Neither no tokens at all, nor more than the model reads.
     assert {len(best.tokens), len(second.tokens)} == {6, 4}
