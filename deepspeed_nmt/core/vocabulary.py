@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+Side = Literal["source", "target"]
+SIDES: tuple[Side, Side] = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,23 @@ class Vocabulary:
     unk: int = 3
     mask: int | None = None
     own_source: Vocabulary | None = None
+
+    @classmethod
+    def of_bert(cls, size: int, special: Mapping[str, int]) -> Vocabulary:
+        """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP].
+
+        Args:
+            size: Number of tokens.
+            special: Special tokens by the names pad, cls, sep, unk and mask.
+        """
+        return cls(
+            size,
+            pad=special["pad"],
+            bos=special["cls"],
+            eos=special["sep"],
+            unk=special["unk"],
+            mask=special["mask"],
+        )
 
     @property
     def source(self) -> Vocabulary:

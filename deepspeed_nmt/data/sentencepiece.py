@@ -18,9 +18,9 @@ from typing import Any
 
 import sentencepiece
 
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
-from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Side, Tokenizer
+from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError
 
 MODEL_FILE = "vocabulary.model"
@@ -52,7 +52,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(
                 f"the vocabulary must be a SentencePiece model, but could not be read: {error}"
             ) from error
-        self.vocabulary = Vocabulary(self._processor.get_piece_size(), PAD, BOS, EOS, UNK)
+        self.vocabulary = Vocabulary(self._processor.get_piece_size(), pad=PAD, bos=BOS, eos=EOS, unk=UNK)
         processor = self._processor
         special = (processor.pad_id(), processor.bos_id(), processor.eos_id(), processor.unk_id())
         if special != (PAD, BOS, EOS, UNK):

@@ -7,14 +7,11 @@ Implementations are :mod:`deepspeed_nmt.data.sentencepiece` and :mod:`deepspeed_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.files import atomic_write_bytes
-
-Side = Literal["source", "target"]
 
 INFO_FILE = "vocabulary.json"
 """Description of a vocabulary: SentencePiece's ``segmented``, or ``kind`` and special tokens of BERTs."""
@@ -70,6 +67,16 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode target tokens: special tokens are dropped, unknown ones become :data:`UNKNOWN_TEXT`."""
+
+    def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
+        """Return True if a side's tokens are those of a BERT's tokenizer.
+
+        Args:
+            tokenizer_json: The BERT's tokenizer, serialised.
+            special: Numbers of its special tokens by name.
+            side: The side to compare.
+        """
+        return False
 
     @abstractmethod
     def reference(self, text: str) -> str:

@@ -5,8 +5,9 @@ To add a search, write its file with a configuration class and a :class:`Search`
 
 from __future__ import annotations
 
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.registry import Entry, Registry
-from deepspeed_nmt.search.base import Hypothesis, Search, SearchConfig
+from deepspeed_nmt.search.base import Hypothesis, Search
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig

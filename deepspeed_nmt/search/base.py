@@ -6,28 +6,9 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
-
-from deepspeed_nmt.registry import Config
-
-
-class SearchConfig(Config):
-    """Base of the settings of every search.
-
-    Attributes:
-        name: Name of the search in the registry.
-        width_setting: Name of the setting that bounds the number of a sentence's hypotheses.
-    """
-
-    name: str
-    width_setting: ClassVar[str] = "beam"
-
-    @property
-    def width(self) -> int:
-        """Upper bound of the number of a sentence's hypotheses."""
-        return int(getattr(self, self.width_setting))
 
 
 @dataclass(frozen=True)

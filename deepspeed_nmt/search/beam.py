@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.search.base import Hypothesis, SearchConfig
+from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 _BLOCK = 64
@@ -46,6 +47,7 @@ class BeamSettings(SearchConfig):
     ``int(max_length_ratio * source tokens) + max_length_extra`` tokens. EOS counts on both sides.
     """
 
+    width_setting: ClassVar[str | None] = "beam"
     beam: int = Field(default=5, ge=1, description="K, hypotheses followed at once; 1 is greedy decoding")
     length_penalty: str = Field(default="gnmt:0.6", description="gnmt:A, power:A, mean, or none")
     max_length_ratio: float = Field(default=1.5, ge=0.0, le=100.0, description="target tokens for each source token")

@@ -15,7 +15,7 @@ Legend: B sentences, S source length, T target length, N candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -32,6 +32,7 @@ _LOGITS_AT_ONCE = 1 << 24
 class DeepShallowConfig(BeamSettings):
     """Settings of deep-shallow decoding."""
 
+    needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
     name: Literal["deep_shallow"] = "deep_shallow"
     alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the net that proposed a candidate")
     exponent: float = Field(default=0.4, description="of length + 1 in the total")
@@ -51,7 +52,7 @@ class DeepShallow:
 
     def __init__(self, config: DeepShallowConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
         self.config = config
-        self.nets = [model.at_exit(name) for name in ("deep", "shallow")]
+        self.nets = [model.at_exit(name) for name in config.needs_exits]
         self.searches = [BeamSearch(config, net, vocabulary) for net in self.nets]
         self.vocabulary = vocabulary
 

@@ -9,6 +9,7 @@ Legend: B sentences, S source length, T target length, L lengths tried, R rows =
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -16,18 +17,28 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.core.parts import Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.search.base import Hypothesis, SearchConfig
+from deepspeed_nmt.search.base import Hypothesis
 
 
 class MaskPredictConfig(SearchConfig):
     """Settings of mask-predict."""
 
-    width_setting: ClassVar[str] = "length_beam"
+    left_to_right: ClassVar[bool] = False
+    width_setting: ClassVar[str | None] = "length_beam"
     name: Literal["mask_predict"] = "mask_predict"
     iterations: int = Field(default=10, ge=1, description="T")
     length_beam: int = Field(default=5, ge=1, description="l, lengths tried for each sentence")
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if parts.model.left_to_right:
+            yield (
+                "search.name=mask_predict decodes models that guess masked tokens, but "
+                f"model.name={parts.model.name} predicts from left to right; use search.name=beam"
+            )
 
 
 @runtime_checkable

@@ -95,7 +95,9 @@ def translate_lines(
     if nbest > config.width:
         width = config.width_setting
         problems.append(
-            f"nbest must be at most {width}, which is {config.width}, but is {nbest}; raise {width} to {nbest}"
+            f"nbest must be 1 with search.name={config.name}, but is {nbest}; use another search"
+            if width is None
+            else f"nbest must be at most {width}, which is {config.width}, but is {nbest}; raise {width} to {nbest}"
         )
     if problems:
         raise ConfigError(problems)
