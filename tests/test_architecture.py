@@ -81,7 +81,12 @@ def test_no_wrong_arrow(path: Path) -> None:
 
 
 def runtime_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, imported name or "") of each import that is executed, in functions too, not for types only."""
+    """Yield (module, imported name or "") of each import that is executed, in functions too, not for types only.
+
+    A package's ``__getattr__`` is left out: it imports for users of the package, not for the package.
+    """
+    if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+        return
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         for statement in node.orelse:
             yield from runtime_imports(statement)
