@@ -18,6 +18,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import ConfigError
@@ -119,6 +120,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -126,15 +128,13 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             schedule=config.schedule,
             engine=engine,
             loader=loader,
-            validator=ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world),
+            validator=ModelValidator(replica, objective, data, valid, config.validation, config.search, world),
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                data.corpus("valid"),
+                valid,
                 replica,
                 objective,
-                vocabulary,
-                config.batch,
                 world,
                 collapse_remedies(),
             ),
