@@ -99,7 +99,7 @@ class Commits:
     def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
         """Make a file or directory by a command of ``old`` or ``new``. What ``old`` made before is used again.
 
-        ``words`` have ``{out}`` for the path of the result. A run to resume is copied there without its last checkpoint.
+        ``words`` have ``{out}`` for the result's path. A run to resume is copied there without its last checkpoint.
         """
         out = f"{commit}/{name}"
         result, record = self.work / out, self.work / f"{out}.made-by"
@@ -273,6 +273,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the temporary directory, too")
     arguments = parser.parse_args()
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
+    del sys.path[0]  # or transformers would import kernels.py beside this file as the package of that name
     cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
     data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
     runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
