@@ -51,9 +51,9 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.core.objective import TrainModule
     from deepspeed_nmt.core.vocabulary import Vocabulary
+    from deepspeed_nmt.data.batching import BatchConfig
     from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
     from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-    from deepspeed_nmt.data.plan import BatchConfig
     from deepspeed_nmt.engine import build_engine
     from deepspeed_nmt.parallel.collectives import gather_lists
     from deepspeed_nmt.parallel.world import join_world, leave_world

@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.engine.base import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean
-from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.methods.combinations import problems_of
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig
 from deepspeed_nmt.methods.transformer import StandardLayerConfig, TransformerConfig
@@ -169,7 +169,7 @@ def _documented(section: str) -> Iterator[tuple[str, str, type[Config]]]:
             title = section if entry == default else f"{section} `name: {entry}`"
             yield title, section, registry[entry].config
     elif section == "objective":
-        for table in (LIKELIHOODS, TERMS):
+        for table in (LIKELIHOODS, REGULARIZERS):
             for entry in table:
                 yield f"objective: {entry}", f"objective.{entry}", table[entry].config
     else:
@@ -214,7 +214,7 @@ def _objective(content: dict[str, Any]) -> dict[str, Config]:
     named = content
     if not any(name in LIKELIHOODS and settings is not None for name, settings in content.items()):
         named = {_DEFAULT_LIKELIHOOD: {}, **content}
-    known = [*LIKELIHOODS, *TERMS]
+    known = [*LIKELIHOODS, *REGULARIZERS]
     parts: dict[str, Config] = {}
     problems: list[str] = []
     for name, settings in named.items():
@@ -223,7 +223,7 @@ def _objective(content: dict[str, Any]) -> dict[str, Config]:
         elif settings is not None and not isinstance(settings, dict):
             problems.append(f"objective.{name} must be a section with keys, or null, but is {settings!r}")
         elif settings is not None:
-            table: Registry[Any] = LIKELIHOODS if name in LIKELIHOODS else TERMS
+            table: Registry[Any] = LIKELIHOODS if name in LIKELIHOODS else REGULARIZERS
             try:
                 parts[name] = table[name].config.model_validate(settings)
             except ValidationError as error:

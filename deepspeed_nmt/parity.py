@@ -17,11 +17,11 @@ from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Objective, Term, TrainModule
+from deepspeed_nmt.core.objective import Objective, Regularizer, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, EngineConfig, ParameterState
 from deepspeed_nmt.engine.ds_config import load_ds_config
@@ -68,7 +68,7 @@ def deep_decoder(dropout: float) -> tuple[TranslationModel, Objective]:
         drop = CrossAttentionDropConfig(drop_depth=4, drop_ratio=rate)
         return build_cross_attention_drop(drop, number, parts)
 
-    terms: list[Term] = [
+    terms: list[Regularizer] = [
         Consistency(ConsistencyConfig(weight=0.7), encode_twice=False),
         ALD(ALDConfig(weight=0.5, every=2), VOCABULARY),
     ]

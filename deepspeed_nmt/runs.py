@@ -33,7 +33,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels import attention, dispatch
-from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, TERMS
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 
@@ -69,7 +69,9 @@ def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
     (likelihood,) = (
         LIKELIHOODS[name].build(part, vocabulary) for name, part in config.objective.items() if name in LIKELIHOODS
     )
-    terms = [TERMS[name].build(part, vocabulary) for name, part in config.objective.items() if name in TERMS]
+    terms = [
+        REGULARIZERS[name].build(part, vocabulary) for name, part in config.objective.items() if name in REGULARIZERS
+    ]
     return Objective(likelihood, terms)
 
 

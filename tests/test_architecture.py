@@ -11,7 +11,7 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
-HELPERS = {"errors", "registry", "console", "files", "randomness", "hub"}
+HELPERS = {"errors", "registry", "console", "files", "randomness", "huggingface"}
 MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},
@@ -53,8 +53,8 @@ def wrong_arrows(where: str, path: str, source: str) -> list[str]:
     for name in imports(source):
         if name.split(".")[0] == "deepspeed" and path != "engine/deepspeed.py":
             found.append(f"{path} imports {name}; only engine/deepspeed.py may")
-        if name.split(".")[0] == "transformers" and path != "hub.py":
-            found.append(f"{path} imports {name}; only hub.py may")
+        if name.split(".")[0] == "transformers" and path != "huggingface.py":
+            found.append(f"{path} imports {name}; only huggingface.py may")
         if name.startswith("torch.distributed") and where not in DISTRIBUTED:
             found.append(f"{path} imports {name}; only {DISTRIBUTED} may")
         target = room(name) if name.startswith("deepspeed_nmt.") else ""

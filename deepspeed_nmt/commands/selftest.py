@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, or be one of them."""
     import os
 
-    from deepspeed_nmt.parallel.launched import once_a_host, place
+    from deepspeed_nmt.parallel.launched import once_per_host, place
 
     launched = place().ranks
-    with once_a_host():
+    with once_per_host():
         _check(arguments, launched)
     if launched == 1 and "RANK" not in os.environ:
         return _start(arguments)

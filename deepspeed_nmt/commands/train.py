@@ -45,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
-    from deepspeed_nmt.train.signals import StopRequest, tell_done
+    from deepspeed_nmt.train.signals import StopRequest, mark_done
 
     with StopRequest() as stop:
         status = _train(arguments, stop)
     if status == 0:
-        tell_done()
+        mark_done()
     return status
 
 
@@ -59,14 +59,14 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 
     from deepspeed_nmt.commands.training import Job, train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
-    from deepspeed_nmt.parallel.agreement import together
-    from deepspeed_nmt.parallel.launched import build_apart, once_a_host, requeued
+    from deepspeed_nmt.parallel.agreement import fail_together
+    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
 
-    with once_a_host():
-        build_apart()
+    with once_per_host():
+        isolate_extension_builds()
         config, data, origin = _read(arguments)
     if config.engine.silent_s > 0.0:
         # NCCL would abort the process before the watchdog can say whose fault it is.
@@ -81,12 +81,12 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     torch.use_deterministic_algorithms(config.engine.deterministic)
     lock = None
     try:
-        with together(world):
+        with fail_together(world):
             if world.is_main:
                 lock = RunLock(arguments.run, _LOCK_LIVES_ON_S if requeued() else 0.0)
                 data.verify_hashes()
                 begin(arguments.run, config, data)
-        with together(world):
+        with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
             logger.info("%s", summary(environment()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepspeed_nmt import hub
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.commands.planner import recomputation
 from deepspeed_nmt.commands.validation import ModelValidator
 from deepspeed_nmt.config import RunConfig
@@ -29,9 +29,9 @@ from deepspeed_nmt.inherit import inherit, write_origin
 from deepspeed_nmt.kernels import dispatch
 from deepspeed_nmt.methods.bert import BertPair
 from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig
-from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
-from deepspeed_nmt.parallel.launched import once_a_host
+from deepspeed_nmt.parallel.launched import once_per_host
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
@@ -88,7 +88,7 @@ class Job:
 def train_run(job: Job) -> Progress:
     """Train until the end, or until asked to stop. A run that was rolled back is taken up again at once."""
     config, world = job.config, job.world
-    with together(world):
+    with fail_together(world):
         use_kernels(config)
         precision = choose_precision(precision_asked_for(config.engine, world.ranks), world.device)
     agree_on_kernels(world, {DTYPES[precision], torch.float32})  # fp32: under autocast, and in validation
@@ -107,14 +107,14 @@ def agree_on_kernels(world: World, dtypes: Iterable[torch.dtype]) -> None:
     Raises:
         ConfigError: on all ranks, if one cannot have what is asked for.
     """
-    with together(world):
+    with fail_together(world):
         chosen = [dispatch.choices(world.device, dtype) for dtype in dtypes]
         plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in dispatch.OPERATIONS}
     counts = sum_over_ranks(plain, world)
     differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
     if differing:
         logger.warning("%s: torch is used on all ranks, because some can use nothing else", ", ".join(differing))
-        dispatch.leave_to_torch(differing)
+        dispatch.fall_back_to_torch(differing)
 
 
 def _take_up(job: Job, precision: Precision) -> Progress | None:
@@ -124,7 +124,7 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
     store = CheckpointStore(path / CHECKPOINTS, config.training.keep_last, config.training.keep_best)
     checkpoint = _newest(store, world)
     progress = checkpoint.progress if checkpoint is not None else Progress()
-    with together(world):
+    with fail_together(world):
         corpus = data.corpus("train")
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
@@ -140,7 +140,7 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
     module = TrainModule(model, objective)
     optimizer = build_optimizer(config.optimizer, module.to(world.device))
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-    with once_a_host():
+    with once_per_host():
         engine = build_engine(config.engine, module, optimizer, config.optimizer.clip_norm, world, dummy)
     trained = sum(p.numel() for p in copy.parameters() if p.requires_grad)
     count = sum(p.numel() for p in copy.parameters())
@@ -196,13 +196,13 @@ def _take_up(job: Job, precision: Precision) -> Progress | None:
 def _newest(store: CheckpointStore, world: World) -> Checkpoint | None:
     """The newest good checkpoint. Rank 0 looks for it, which takes hashing it; the others open what it found."""
     found = None
-    with together(world):
+    with fail_together(world):
         if world.is_main:
             if store.names():
                 logger.info("checking and reading the newest checkpoint in %s", store.directory)
             found = store.newest()
     name = from_main(found.path.name if found is not None else "", world)
-    with together(world):
+    with fail_together(world):
         return Checkpoint(store.directory / name, verify=False) if name and found is None else found
 
 
@@ -254,7 +254,9 @@ def _check_vocabularies(config: RunConfig, data: DataDirectory) -> None:
         option = f"model.{side}_encoder"
         if not name:
             continue  # said where they are loaded
-        if not isinstance(tokenizer, BertTokenizer) or not tokenizer.is_of(hub.load_vocabulary(name, option), side):
+        if not isinstance(tokenizer, BertTokenizer) or not tokenizer.is_of(
+            huggingface.load_vocabulary(name, option), side
+        ):
             raise ConfigError(
                 f"{option} must have the vocabulary of the data's {side} side, but {name} has another; prepare the "
                 f"data with --tokenizer hf:{model.source_encoder},{model.target_encoder}, or name the BERTs it was "

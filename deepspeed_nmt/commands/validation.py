@@ -9,9 +9,9 @@ import torch
 from deepspeed_nmt.config import ValidationConfig
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.data.batching import BatchConfig, cut_update
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import collate
-from deepspeed_nmt.data.plan import BatchConfig, cut_update
 from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks

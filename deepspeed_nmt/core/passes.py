@@ -38,7 +38,7 @@ class Passes:
         self.model = model
         self.batch = batch
         self.encoder_exits, self.decoder_exits = ([stage] for stage in model.stages)
-        self.twin: int | None = None
+        self.paired_pass: int | None = None
         self.divergence = 0.0
         self._sources_BS = [batch.source_BS]
         self._source_of_pass = [0]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt import hub
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Side, Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ class BertTokenizer(Tokenizer):
 
     Args:
         contents: their JSON, as the library `tokenizers` reads it, by side.
-        special: numbers of their special tokens, by side and by :data:`deepspeed_nmt.hub.SPECIAL`.
+        special: numbers of their special tokens, by side and by :data:`deepspeed_nmt.huggingface.SPECIAL`.
 
     Raises:
         DataError: if they cannot be read, or the two have different padding tokens.
@@ -45,7 +45,7 @@ class BertTokenizer(Tokenizer):
         except ImportError as error:
             raise ConfigError(
                 f"the vocabularies of BERTs need the package transformers, which is not installed; "
-                f"install it ({hub.EXTRA})"
+                f"install it ({huggingface.EXTRA})"
             ) from error
         self._contents, self._special = contents, special
         try:
@@ -75,7 +75,7 @@ class BertTokenizer(Tokenizer):
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
             raise ConfigError(f"{option} must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {PREFIX}{names}")
-        loaded = [hub.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
+        loaded = [huggingface.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
         contents: Contents = {side: each.content for side, each in zip(SIDES, loaded, strict=True)}
         special: Special = {side: each.special for side, each in zip(SIDES, loaded, strict=True)}
         return cls(contents, special)
@@ -88,7 +88,7 @@ class BertTokenizer(Tokenizer):
             DataError: if they are missing or cannot be read.
         """
         try:
-            special: Special = {side: {name: int(info[side][name]) for name in hub.SPECIAL} for side in SIDES}
+            special: Special = {side: {name: int(info[side][name]) for name in huggingface.SPECIAL} for side in SIDES}
             contents: Contents = {side: (path / _file(side)).read_text(encoding="utf-8") for side in SIDES}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -97,7 +97,7 @@ class BertTokenizer(Tokenizer):
             ) from error
         return cls(contents, special)
 
-    def is_of(self, bert: hub.TokenizerFile, side: Side) -> bool:
+    def is_of(self, bert: huggingface.TokenizerFile, side: Side) -> bool:
         """Whether a side's tokens are those of a BERT."""
         import tokenizers
 

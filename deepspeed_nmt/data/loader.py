@@ -16,16 +16,16 @@ import torch
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.plan import (
+from deepspeed_nmt.data.batching import (
     BatchConfig,
-    EpochPlan,
+    EpochUpdates,
     Indices,
     check_lengths,
     cut_update,
+    epoch_updates,
     largest_micro_batch,
-    plan_epoch,
 )
+from deepspeed_nmt.data.corpus import Corpus
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class TrainLoader:
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
         epoch, index = start.epoch, start.update
         while True:
-            plan = self._plan(epoch)
+            plan = self._epoch(epoch)
             while index < len(plan):
                 sentences = plan[index]
                 cut = cut_update(sentences, source, target, self.ranks, self.config)
@@ -155,14 +155,14 @@ class TrainLoader:
 
     def updates_per_epoch(self) -> int:
         """Updates in the first epoch; others differ by one at most, since grains are not all of one size."""
-        return len(self._plan(0))
+        return len(self._epoch(0))
 
     def largest(self) -> Batch:
         """The largest micro-batch that can be expected, the same on every rank. As part of update 0, which does not
         exist, it has every term of an objective: all are due in a multiple of any number.
         """
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
-        indices = largest_micro_batch(self._plan(0), source, target, self.ranks, self.config)
+        indices = largest_micro_batch(self._epoch(0), source, target, self.ranks, self.config)
         tokens = int(target[indices].sum())
         return collate(
             self.corpus,
@@ -173,9 +173,9 @@ class TrainLoader:
             update_sentences=len(indices),
         )
 
-    def _plan(self, epoch: int) -> EpochPlan:
+    def _epoch(self, epoch: int) -> EpochUpdates:
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
-        return plan_epoch(source, target, self.seed, epoch, self.config.update_tokens)
+        return epoch_updates(source, target, self.seed, epoch, self.config.update_tokens)
 
     def _assemble(
         self, groups: list[Indices], sentences: int, target_tokens: int, number: int, after: Cursor

@@ -83,7 +83,7 @@ def use(setting: str) -> None:
     _forget()
 
 
-def leave_to_torch(operations: Iterable[str]) -> None:
+def fall_back_to_torch(operations: Iterable[str]) -> None:
     """From now on torch carries these out in this process, whatever was asked for of the others."""
     _asked.update(dict.fromkeys(operations, "torch"))
     _forget()

@@ -6,7 +6,7 @@ To add a paper: write its file with a Config class and a build function, and add
 from __future__ import annotations
 
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Likelihood, Term
+from deepspeed_nmt.core.objective import Likelihood, Regularizer
 from deepspeed_nmt.methods.abnet import AbNetConfig, MaskedTokensConfig, build_abnet, build_masked_tokens
 from deepspeed_nmt.methods.ald import ALDConfig, build_ald
 from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
@@ -57,7 +57,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
 )
 
 # name, configuration, builder: (config, vocabulary) -> term; an objective has any number
-TERMS: Registry[Term] = Registry(
+REGULARIZERS: Registry[Regularizer] = Registry(
     "term",
     [
         Entry("ddr", ConsistencyConfig, build_ddr),

@@ -41,7 +41,15 @@ from deepspeed_nmt.methods.bert import BertPair, Loader
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, EncoderLayer, MakeDecoderLayer, attend_across, feed
+from deepspeed_nmt.nn.layers import (
+    Context,
+    CrossAttending,
+    Draw,
+    EncoderLayer,
+    MakeDecoderLayer,
+    cross_attention_sublayer,
+    feed_forward_sublayer,
+)
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose, uniforms
@@ -82,7 +90,7 @@ class AdaptedEncoderLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,S,D) -> (B,S,D)"""
-        return feed(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
+        return feed_forward_sublayer(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
 
 
 class AdaptedDecoderLayer(CrossAttending):
@@ -112,13 +120,17 @@ class AdaptedDecoderLayer(CrossAttending):
         """Shape: (B,T,D) -> (B,T,D)"""
         both_ways = Context(mask=context.target_mask)
         if not self.parallel:
-            x_BTD = attend_across(self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context)
-            return feed(self.adapter, self.adapter_residual, x_BTD)
+            x_BTD = cross_attention_sublayer(
+                self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context
+            )
+            return feed_forward_sublayer(self.adapter, self.adapter_residual, x_BTD)
         attention, around = self.layer.self_attention, self.layer.self_residual
-        attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.closing(x_BTD))
-        sum_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended)
-        frozen = feed(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
-        return feed(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
+        attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.epilogue(x_BTD))
+        sum_BTD = cross_attention_sublayer(
+            self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended
+        )
+        frozen = feed_forward_sublayer(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
+        return feed_forward_sublayer(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
 
 
 class AbNet(TranslationModel):
@@ -267,7 +279,7 @@ class MaskedTokens:
         self.smoothing, self.length_weight = config.smoothing, config.length_weight
         self.vocabulary = vocabulary
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """One pass is all it takes."""
 
     def __call__(

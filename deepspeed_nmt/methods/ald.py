@@ -51,7 +51,7 @@ class ALD:
         self.tau = config.tau
         self.vocabulary = vocabulary.source
 
-    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
         """Two passes; the contrast of their states with the first pass's."""
         batch = passes.batch
         fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from deepspeed_nmt import hub
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -77,7 +77,7 @@ class BertPair(Config):
             if same and (self.source, self.target) in ((BertShape(), BertShape()), (before.source, before.target)):
                 return self.model_copy(update={"source": before.source, "target": before.target})
         named = {"source": self.source_encoder, "target": self.target_encoder}
-        found = {side: hub.load_shape(name, f"model.{side}_encoder") for side, name in named.items() if name}
+        found = {side: huggingface.load_shape(name, f"model.{side}_encoder") for side, name in named.items() if name}
         for side, shape in found.items():
             given: BertShape = getattr(self, side)
             if given not in (BertShape(), BertShape(**shape)):
@@ -158,7 +158,7 @@ class Loader:
                 f"{self._option} is required: the folder of a BERT, or its name on the Hugging Face hub"
             )
         self._name = name
-        self._weights: Weights = hub.load_weights(name, self._option)
+        self._weights: Weights = huggingface.load_weights(name, self._option)
         self.has_head = any(key.startswith("cls.") for key in self._weights)
 
     def embedding(self, to: LearnedEmbedding) -> None:

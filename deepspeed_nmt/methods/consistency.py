@@ -42,10 +42,10 @@ class Consistency:
         self.every = config.every
         self._encode_twice = encode_twice
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """The likelihood compares the first pass with its twin; nothing else is added."""
         source = passes.add_source(passes.batch.source_BS) if self._encode_twice else 0
-        passes.twin = passes.add_pass(source)
+        passes.paired_pass = passes.add_pass(source)
         passes.divergence = self.weight
 
 

@@ -37,7 +37,7 @@ class LabelSmoothed:
         self.smoothing = smoothing
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """The top exit is all it takes."""
 
     def __call__(

@@ -78,7 +78,7 @@ class MultiSoftmax:
         self.config = config
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """Ask for the update's exits."""
         batch, stages = passes.batch, passes.model.stages
         counts = self.config.drawn or stages

@@ -41,9 +41,9 @@ from deepspeed_nmt.nn.layers import (
     DecoderLayer,
     EncoderLayer,
     MakeDecoderLayer,
-    attend_across,
-    attend_back,
-    feed,
+    cross_attention_sublayer,
+    feed_forward_sublayer,
+    self_attention_sublayer,
 )
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
@@ -94,7 +94,7 @@ class Encoding(CrossAttending):
 
     def attend(self, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
         """S. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        return attend_back(self.self_attention, self.self_residual, x_BTD, cache)
+        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
 
     def encoding(self) -> list[nn.Module]:
         """What ``freeze: encoding`` freezes."""
@@ -106,9 +106,9 @@ class ParallelLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        crossed = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
         sum_BTD = self.attend(x_BTD, cache) + crossed
-        return feed(self.fusion, self.fusion_residual, sum_BTD) + feed(
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD) + feed_forward_sublayer(
             self.feed_forward, self.feed_forward_residual, sum_BTD
         )
 
@@ -118,9 +118,9 @@ class SerialLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = feed(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.fusion, self.fusion_residual, x_BTD)
+        x_BTD = feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, x_BTD)
 
 
 class CoordinatorLayer(CrossAttending):
@@ -137,8 +137,8 @@ class CoordinatorLayer(CrossAttending):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
 
 class BertTransformer(Transformer):

@@ -32,7 +32,7 @@ from deepspeed_nmt.nn.layers import (
     MakeDecoderLayer,
     make_decoder_layer,
 )
-from deepspeed_nmt.nn.stack import LayerStack, Walk
+from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
 from deepspeed_nmt.registry import Config
 
@@ -161,13 +161,13 @@ def build_transformer(
     config: TransformerShape,
     vocabulary: Vocabulary,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> Transformer:
     """A freshly initialised Transformer; the weights follow torch's global seed.
 
     Args:
         make_layer: makes the decoder's layers.
-        walks: in what order encoder and decoder apply their layers; default each once.
+        orders: the orders in which encoder and decoder apply their layers; default each once.
 
     Raises:
         ConfigError: if the two sides are to share an embedding, but have vocabularies of their own.
@@ -180,7 +180,7 @@ def build_transformer(
     target_weight = _embedding(vocabulary, config.dim)
     source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
-    encoder, decoder = build_stacks(config, make_layer, walks)
+    encoder, decoder = build_stacks(config, make_layer, orders)
     return Transformer(
         source_embedding=TokenEmbedding(source_weight, config.dropout),
         target_embedding=TokenEmbedding(target_weight, config.dropout),
@@ -194,7 +194,7 @@ def build_transformer(
 def build_stacks(
     config: TransformerShape,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> tuple[LayerStack, LayerStack]:
     """A freshly initialised encoder and decoder stack."""
     encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
@@ -203,7 +203,7 @@ def build_stacks(
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
     final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
-    return LayerStack(encoder, walks[0], final_norms[0]), LayerStack(decoder, walks[1], final_norms[1])
+    return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
 
 
 def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:

@@ -74,16 +74,18 @@ def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
     return torch.cat([x[index * rows : (index + 1) * rows] for index in kept])
 
 
-def attend_back(attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
+def self_attention_sublayer(
+    attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None
+) -> Tensor:
     """Causal self-attention within its residual connection. Shape: (B,T,D), or with a cache (R,1,D) -> the same"""
-    h, then = around.open(x_BTD), around.closing(x_BTD)
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD)
     if cache is None:
         out: Tensor = attention(h, h, causal=True, then=then)
         return out
     return attention.step_self(h, cache, then)
 
 
-def attend_across(
+def cross_attention_sublayer(
     attention: MultiHeadAttention,
     around: Residual,
     x_BTD: Tensor,
@@ -100,7 +102,7 @@ def attend_across(
     Shape: (B,T,D), or with a cache (R,1,D) -> the same
     """
     assert context.memory_BSD is not None
-    h, then = around.open(x_BTD), around.closing(x_BTD if onto_BTD is None else onto_BTD)
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD if onto_BTD is None else onto_BTD)
     if cache is None:
         out: Tensor = attention(h, context.memory_BSD, context.mask, then=then)
         return out
@@ -109,12 +111,12 @@ def attend_across(
     return attention.step_cross(h, cache.cross, context.mask, then)
 
 
-def feed(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
+def feed_forward_sublayer(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
     """A feed-forward network within its residual connection, added to ``onto``; default to its input.
 
     Shape: (..., D) -> (..., D)
     """
-    out: Tensor = network(around.open(x), around.closing(x if onto is None else onto))
+    out: Tensor = network(around.pre_norm(x), around.epilogue(x if onto is None else onto))
     return out
 
 
@@ -137,9 +139,9 @@ class EncoderLayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,S,D) -> (B,S,D). An encoder has nothing to cache."""
         assert cache is None
-        h = self.self_residual.open(x_BSD)
-        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.closing(x_BSD))
-        return feed(self.feed_forward, self.feed_forward_residual, x_BSD)
+        h = self.self_residual.pre_norm(x_BSD)
+        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.epilogue(x_BSD))
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BSD)
 
 
 class CrossAttending(nn.Module):
@@ -182,15 +184,15 @@ class DecoderLayer(CrossAttending):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = attend_back(self.self_attention, self.self_residual, x_BTD, cache)
+        x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
         x_BTD = self.cross(x_BTD, context, cache)
-        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """The cross-attention sub-layer alone, residual connection included. Shape: (B,T,D) -> (B,T,D)"""
         if self.cross_attention is None or self.cross_residual is None:
             return x_BTD
-        return attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A stack of layers: weights plus a walk over them.
+"""A stack of layers: weights plus the order in which they are applied.
 
 Legend: B batch, T length, D model width.
 """
@@ -17,35 +17,35 @@ from deepspeed_nmt.nn.layers import Context
 
 
 @dataclass(frozen=True)
-class Walk:
+class LayerOrder:
     """In what order a stack's layers are applied; a layer named twice is applied twice with the same weights.
 
     Attributes:
-        order: indices of layers, one after the other.
+        indices: of layers, one after the other.
         inputs_at: applications, from 0, before which the stack's input is added to the state again.
-        stages: after how many applications the state can be read (its *exits*), rising; the last is the whole walk.
+        stages: after how many applications the state can be read (its *exits*), rising; the last is all of them.
     """
 
-    order: tuple[int, ...]
+    indices: tuple[int, ...]
     inputs_at: frozenset[int]
     stages: tuple[int, ...]
 
     @classmethod
-    def straight(cls, layers: int) -> Walk:
+    def straight(cls, layers: int) -> LayerOrder:
         """Each layer once, from the lowest to the highest, with an exit after each."""
         return cls(tuple(range(layers)), frozenset(), tuple(range(1, layers + 1)))
 
-    def until(self, stage: int) -> Walk:
-        """The walk up to exit ``stage``, counted from 1."""
-        return Walk(self.order[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
+    def until(self, stage: int) -> LayerOrder:
+        """The order up to exit ``stage``, counted from 1."""
+        return LayerOrder(self.indices[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
 
 
 class LayerStack(nn.Module):
-    """Applies layers as a walk says.
+    """Apply layers in a given order.
 
     Args:
         layers: the layers that have weights of their own.
-        walk: the order to apply them in; default each once.
+        order: the order to apply them in; default each once.
         final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
 
     Attributes:
@@ -54,31 +54,31 @@ class LayerStack(nn.Module):
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], walk: Walk | None = None, final_norm: nn.Module | None = None
+        self, layers: Sequence[nn.Module], order: LayerOrder | None = None, final_norm: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.walk = Walk.straight(len(layers)) if walk is None else walk
-        assert all(0 <= index < len(layers) for index in self.walk.order)
-        assert self.walk.stages[-1] == len(self.walk.order)
+        self.order = LayerOrder.straight(len(layers)) if order is None else order
+        assert all(0 <= index < len(layers) for index in self.order.indices)
+        assert self.order.stages[-1] == len(self.order.indices)
         self.final_norm = final_norm
         self.recompute_every = 0
 
     @property
     def applications(self) -> int:
         """How many layers an input passes through."""
-        return len(self.walk.order)
+        return len(self.order.indices)
 
     @property
     def stages(self) -> int:
         """How many exits there are, the top among them."""
-        return len(self.walk.stages)
+        return len(self.order.stages)
 
     def until(self, stage: int) -> LayerStack:
         """A stack with the same weights that ends at exit ``stage``, counted from 1."""
-        walk = self.walk.until(stage)
-        kept = max(walk.order) + 1
-        return LayerStack(list(self.layers)[:kept], walk, self.final_norm)
+        order = self.order.until(stage)
+        kept = max(order.indices) + 1
+        return LayerStack(list(self.layers)[:kept], order, self.final_norm)
 
     def recomputes(self, number: int) -> bool:
         """Whether application ``number``, from 0, is run again in the backward pass."""
@@ -100,12 +100,12 @@ class LayerStack(nn.Module):
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
-        wanted = [self.walk.stages[exit - 1] for exit in (exits or (self.stages,))]
+        wanted = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
         input_BTD = x_BTD
         states: dict[int, Tensor] = {}
         keeps_graph = self.training and torch.is_grad_enabled() and caches is None
-        for number, index in enumerate(self.walk.order[: max(wanted)]):
-            if number in self.walk.inputs_at:
+        for number, index in enumerate(self.order.indices[: max(wanted)]):
+            if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
             if keeps_graph and self.recomputes(number):
                 x_BTD = checkpoint(self.layers[index], x_BTD, context, use_reentrant=False)

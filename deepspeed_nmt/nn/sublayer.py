@@ -62,8 +62,8 @@ class Residual(nn.Module):
     - post:     norm(x + dropout(f(x)))
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
-    Used in two halves, so that a sub-layer can take what arguments it needs: ``x = f(res.open(x), res.closing(x))``,
-    where f hands its output to the second half inside its last matrix product, whose bias joins on the way.
+    Used in two halves, so that a sub-layer f can take further arguments: ``x = f(res.pre_norm(x), res.epilogue(x))``.
+    f calls the epilogue inside its last matrix product, so that a fused kernel adds that product's bias.
 
     Args:
         dim: model width D.
@@ -85,17 +85,17 @@ class Residual(nn.Module):
         self.alpha = alpha
         self.watch: Callable[[Tensor], None] | None = None
 
-    def open(self, x: Tensor) -> Tensor:
+    def pre_norm(self, x: Tensor) -> Tensor:
         """What the sub-layer reads. Shape: (..., D) -> (..., D)."""
         normed: Tensor = self.norm(x) if self.style == "pre" else x
         return normed
 
-    def closing(self, x: Tensor) -> Epilogue:
+    def epilogue(self, x: Tensor) -> Epilogue:
         """What joins a sub-layer's output with its input ``x``. Shape: (..., D) -> a function of (..., D)"""
         operation = "bias_dropout_add" if self.style == "pre" else "bias_dropout_add_layer_norm"
-        return Epilogue(operation, lambda output, bias: self.close(x, output, bias))
+        return Epilogue(operation, lambda output, bias: self.add(x, output, bias))
 
-    def close(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
+    def add(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
         """Join the sub-layer's output, plus a bias of it, with its input. Shape: (..., D), (..., D) -> (..., D)."""
         if self.watch is not None:
             self.watch(output if bias is None else output + bias)

@@ -35,9 +35,9 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig, cut_update
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import collate
-from deepspeed_nmt.data.plan import BatchConfig, cut_update
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation

@@ -15,7 +15,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update
 from deepspeed_nmt.engine.base import Engine, UpdateResult, add_sums
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main, sum_over_data_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
@@ -187,7 +187,7 @@ def train(
                 saved_at = _save(store, engine, progress, best, world, saved_at, must=last)
                 saving = False
             if fatal:
-                with together(world):
+                with fail_together(world):
                     raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
             if stopping:
                 break
@@ -280,7 +280,7 @@ def _save(
         f"good one is of update {saved_at}. Free some space or lower training.keep_last"
     )
     if must:
-        with together(world):
+        with fail_together(world):
             raise OSError(message)
     if world.is_main:
         logger.error("%s; training goes on", message)

@@ -22,7 +22,7 @@ that has hardly begun, and one whose launcher would die of the signal; the scrip
 """
 
 
-def tell_done() -> None:
+def mark_done() -> None:
     """Leave a file ``done`` beside STOP_FILE: DeepSpeed's launcher, if killed, looks like one that succeeded."""
     if path := os.environ.get(STOP_FILE, ""):
         with suppress(OSError):

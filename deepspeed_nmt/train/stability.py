@@ -23,7 +23,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
-from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.checkpoint import CheckpointStore
@@ -99,7 +99,7 @@ def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollba
     """
     problem, remedies = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else None, world)
     if problem:
-        with together(world):
+        with fail_together(world):
             raise TrainingError(
                 f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient "
                 f"({cause}), and {problem}: the training has diverged. {remedies}"

@@ -16,9 +16,9 @@ import torch
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import EngineConfig, build_engine
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed

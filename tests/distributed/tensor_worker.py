@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine import EngineConfig, build_engine
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.kernels import attention, dispatch
 from deepspeed_nmt.parallel.world import World

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer

@@ -70,9 +70,9 @@ def test_each_layer_is_skipped_as_often_as_its_rate_says_and_runs_its_other_subl
 
     with_cross = layer.eval()(x, Context(memory_BSD=memory))
     layer.train()
-    attended = layer.self_attention(*[layer.self_residual.open(x)] * 2, causal=True)
-    state = layer.self_residual.close(x, attended)
-    without = layer.feed_forward_residual.close(state, layer.feed_forward(layer.feed_forward_residual.open(state)))
+    attended = layer.self_attention(*[layer.self_residual.pre_norm(x)] * 2, causal=True)
+    state = layer.self_residual.add(x, attended)
+    without = layer.feed_forward_residual.add(state, layer.feed_forward(layer.feed_forward_residual.pre_norm(state)))
     kinds = []
     for update in range(4000):
         result = run(update)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.train.memory import explained, probe

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, tell_done
+from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, mark_done
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_a_file_asks_too_and_what_ranks_agree_on_counts(tmp_path: Path, monkeypa
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
     assert loop._asked_to_stop(stop, ALONE) and stop.agreed and stop.signal_name == "request"
-    tell_done()
+    mark_done()
     assert (tmp_path / "done").exists()
 
 

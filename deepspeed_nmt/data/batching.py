@@ -56,7 +56,7 @@ def grain_tokens(update_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class EpochUpdates:
     """The updates of one epoch.
 
     Attributes:
@@ -74,7 +74,7 @@ class EpochPlan:
         return self.order[self.bounds[update] : self.bounds[update + 1]]
 
 
-def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> EpochPlan:
+def epoch_updates(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> EpochUpdates:
     """Plan an epoch over sentences of the given lengths (end-of-sentence tokens included).
 
     Every sentence is in exactly one update.
@@ -96,11 +96,11 @@ def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_t
     grains_per_update = max(1, update_tokens // grain)
     inner = ends[grains_per_update - 1 : -1 : grains_per_update]
     bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
-    return EpochPlan(np.concatenate(pieces), bounds)
+    return EpochUpdates(np.concatenate(pieces), bounds)
 
 
 def largest_micro_batch(
-    plan: EpochPlan, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+    plan: EpochUpdates, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> Indices:
     """The sentences of the largest micro-batch that can be expected of any update, the longest first.
 
