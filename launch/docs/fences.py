@@ -19,7 +19,7 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _STATEMENT = re.compile(r'(\w+)(?:\["([^"]*)"\])?')
-_CHARACTER, _LINE, _PADDING = 7.4, 17, 12  # pixels, at a font size of 13
+_CHARACTER, _LINE, _PADDING = 8, 17, 12  # pixels, at a font size of 13
 _BETWEEN_RANKS, _BETWEEN_BOXES = 34, 22
 
 

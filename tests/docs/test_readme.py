@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -37,8 +38,9 @@ def program_arguments(words: list[str]) -> list[str] | None:
     """The arguments of `deepspeed-nmt` that a command line leads to; None if it is another program's."""
     if words[0] == "deepspeed-nmt":
         return words[1:]
-    if "deepspeed_nmt" in words:  # python -m, srun, deepspeed --module, torchrun
-        return words[words.index("deepspeed_nmt") + 1 :]
+    for before, word in itertools.pairwise(words):  # python -m, srun, deepspeed --module, torchrun -m --
+        if word == "deepspeed_nmt" and before in ("-m", "--module", "--"):
+            return words[words.index(word) + 1 :]
     if words[0].removeprefix("./") in STARTERS:
         return ["train", *words[words.index("--") + 1 :]]
     for script, command in SCRIPTS.items():
