@@ -24,8 +24,15 @@ _BETWEEN_RANKS, _BETWEEN_BOXES = 34, 22
 
 
 def math(source: str, language: str, css_class: str, options: Mapping[str, Any], md: object, **_: Any) -> str:
-    """Convert a block of LaTeX to MathML."""
-    return f'<div class="{css_class}">{convert(source, display="block")}</div>'
+    """Convert a block of LaTeX to MathML.
+
+    Raises:
+        ValueError: If a command or an environment is not understood.
+    """
+    drawn = convert(source, display="block")
+    if "\\" in drawn or "<mi>&</mi>" in drawn:
+        raise ValueError(f"an equation must be of LaTeX that latex2mathml converts, but is: {source}")
+    return f'<div class="{css_class}">{drawn}</div>'
 
 
 def diagram(source: str, language: str, css_class: str, options: Mapping[str, Any], md: object, **_: Any) -> str:

@@ -106,9 +106,18 @@ def test_the_api_is_generated(site: Path) -> None:
     assert 'id="deepspeed_nmt.core.objective.LossOutput"' in text
 
 
-@pytest.mark.parametrize("source", ["graph LR\na --> b", "flowchart LR\na -.-> b", "flowchart LR\na --> b\nb --> a"])
-def test_a_diagram_that_is_not_understood_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fence", "source"),
+    [
+        ("diagram", "graph LR\na --> b"),
+        ("diagram", "flowchart LR\na -.-> b"),
+        ("diagram", "flowchart LR\na --> b\nb --> a"),
+        ("math", r"\nothing{x}"),
+        ("math", r"\begin{aligned} a &= b \end{aligned}"),
+    ],
+)
+def test_a_block_that_is_not_understood_is_refused(fence: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
     fences = importlib.import_module("fences")
     with pytest.raises(ValueError, match="must"):
-        fences.diagram(source, "mermaid", "diagram", {}, None)
+        getattr(fences, fence)(source, "", fence, {}, None)
