@@ -17,6 +17,7 @@ from html import escape
 from typing import Any
 
 from latex2mathml.converter import convert
+from pymdownx.superfences import SuperFencesException  # any other is swallowed, and the block shown as it is
 
 _STATEMENT = re.compile(r'(\w+)(?:\["([^"]*)"\])?')
 _CHARACTER, _LINE, _PADDING = 8, 17, 12  # pixels, at a font size of 13
@@ -27,11 +28,11 @@ def math(source: str, language: str, css_class: str, options: Mapping[str, Any],
     """Convert a block of LaTeX to MathML.
 
     Raises:
-        ValueError: If a command or an environment is not understood.
+        SuperFencesException: If a command or an environment is not understood.
     """
     drawn = convert(source, display="block")
     if "\\" in drawn or "<mi>&</mi>" in drawn:
-        raise ValueError(f"an equation must be of LaTeX that latex2mathml converts, but is: {source}")
+        raise SuperFencesException(f"an equation must be of LaTeX that latex2mathml converts, but is: {source}")
     return f'<div class="{css_class}">{drawn}</div>'
 
 
@@ -39,12 +40,14 @@ def diagram(source: str, language: str, css_class: str, options: Mapping[str, An
     """Draw a Mermaid flowchart as SVG.
 
     Raises:
-        ValueError: If a line is not understood.
+        SuperFencesException: If a line is not understood.
     """
     first, *lines = [line.strip() for line in source.splitlines() if line.strip()]
     direction = re.fullmatch(r"flowchart (TD|LR)", first)
     if direction is None:
-        raise ValueError(f"a diagram must begin with `flowchart TD` or `flowchart LR`, but begins with `{first}`")
+        raise SuperFencesException(
+            f"a diagram must begin with `flowchart TD` or `flowchart LR`, but begins with `{first}`"
+        )
     labels: dict[str, list[str]] = {}
     edges: list[tuple[str, str]] = []
     for line in lines:
@@ -56,7 +59,7 @@ def diagram(source: str, language: str, css_class: str, options: Mapping[str, An
 def _box(statement: str, labels: dict[str, list[str]]) -> str:
     found = _STATEMENT.fullmatch(statement.strip())
     if found is None:
-        raise ValueError(f'a box must look like `name` or `name["label"]`, but is `{statement}`')
+        raise SuperFencesException(f'a box must look like `name` or `name["label"]`, but is `{statement}`')
     name, label = found.groups()
     if label is not None or name not in labels:
         labels[name] = (label or name).split("<br>")
@@ -70,7 +73,7 @@ def _ranks(names: list[str], edges: list[tuple[str, str]]) -> dict[str, int]:
         for source, target in edges:
             ranks[target] = max(ranks[target], ranks[source] + 1)
     if any(ranks[source] >= ranks[target] for source, target in edges):
-        raise ValueError("a diagram must have no cycle")
+        raise SuperFencesException("a diagram must have no cycle")
     for name in names:
         following = [ranks[target] for source, target in edges if source == name]
         if following and all(target != name for _, target in edges):

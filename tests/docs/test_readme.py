@@ -133,6 +133,11 @@ def test_every_tag_is_documented() -> None:
     assert documented - used - varying - {"train/loss", "train/nll", "train/ppl"} == set()
 
 
+def test_diagrams_of_the_readme_are_those_of_the_architecture() -> None:
+    shown = blocks(README.read_text(encoding="utf-8"), "mermaid")
+    assert shown == blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")
+
+
 def test_the_citation_has_the_papers() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__
