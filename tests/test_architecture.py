@@ -23,9 +23,13 @@ MAY_IMPORT = {
     "engine": {"kernels", "core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
-    "planning": {"core"},
+    "planning": {"kernels", "core", "data", "parallel", "engine"},
+    "recipes": set(),
 }
-COMPOSITION = {"cli", "commands", "config", "inherit", "parity", "runs", "selftest", "__main__"}
+COMPOSITION = {
+    *("cli", "__main__", "api", "build", "config", "settings_reference"),
+    *("commands", "run", "selftest"),
+}
 DISTRIBUTED = {"parallel"}
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
@@ -103,6 +103,32 @@ class Checkpoint:
         if self.scalars.optimizer_step == 0 and not self.resumable:
             return torch.zeros_like(self.weight(name))
         return self._tensor("moments", f"{name}.{which}")
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the weights into a model.
+
+        Raises:
+            CheckpointError: if names or shapes differ, naming the first difference.
+        """
+        weights = self.weights()
+        own = dict(model.named_parameters())
+        differences = [
+            *(f"{name} is missing" for name in sorted(own.keys() - weights.keys())),
+            *(f"{name} is unexpected" for name in sorted(weights.keys() - own.keys())),
+            *(
+                f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                for name in own
+                if name in weights and weights[name].shape != own[name].shape
+            ),
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{self.path} must hold the weights of this model, but {differences[0]} "
+                f"({len(differences)} differences); open it with its own run's config.yaml"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
 
     def _tensor(self, kind: str, name: str) -> Tensor:
         if name not in self._where[kind]:

@@ -10,7 +10,7 @@ import torch
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.kernels import attention, dispatch, trial
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import METHODS, build, loader_of, train, write_corpus
+from deepspeed_nmt.selftest.models import build, loader_of, methods, train, write_corpus
 
 pytestmark = pytest.mark.gpu
 DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
@@ -34,7 +34,7 @@ def test_what_is_chosen_here_works_here(operation: str, dtype: torch.dtype) -> N
     assert trial.compare(operation, found, expected, device, dtype) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_a_gpu_trains_as_a_cpu_does(method: str, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     curves = {}

@@ -13,7 +13,7 @@ from deepspeed_nmt.data.loader import Cursor, TrainLoader
 from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.kernels import attention, dispatch
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
+from deepspeed_nmt.selftest.models import VOCABULARY, build, train, write_corpus
 
 pytest.importorskip("triton", reason="needs triton")
 UPDATES = 3

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
-from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.berts import make_bert, transformers
 

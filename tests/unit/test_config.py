@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import RunConfig, load_config, recipes, reference, sweep, sweeps
+from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.recipes import load_sweep, recipes, sweeps
+from deepspeed_nmt.settings_reference import settings_reference
 from tests.support import ROOT
 
 
@@ -215,7 +217,7 @@ def test_plan_counts_the_papers_parameters(
 
 @pytest.mark.parametrize("name", sweeps())
 def test_every_point_of_a_sweep_is_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    points = sweep(name)
+    points = load_sweep(name)
     assert len(points) > 3
     configs = [load_config(recipe, settings=settings).to_yaml() for recipe, settings in points]
     assert len(set(configs)) == len(points)
@@ -235,4 +237,4 @@ def test_a_sweep_is_listed_with_its_parameters(capsys: pytest.CaptureFixture[str
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == reference()
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == settings_reference()
