@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import itertools
 import re
@@ -14,7 +15,8 @@ import pytest
 import yaml
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.config import load_config, recipes, sweeps
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.recipes import recipes, sweeps
 from tests.docs.pages import PAGES, anchors, blocks, prose, read
 from tests.support import ROOT
 
@@ -71,6 +73,18 @@ def test_command_is_understood(arguments: list[str]) -> None:
         assert parsed.sweep in sweeps()
     if getattr(parsed, "recipe", None) not in (None, "R"):
         load_config(parsed.recipe, settings=settings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_imports_what_there_is(page: Path) -> None:
+    """Blocks of Python compile, and the names that they import from the package exist."""
+    for block in blocks(page.read_text(encoding="utf-8"), "python"):
+        if block.startswith("--8<--"):
+            continue
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed_nmt"):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_the_pages_have_commands() -> None:

@@ -129,6 +129,7 @@ def test_diagrams_and_equations_are_drawn(site: Path) -> None:
 def test_the_api_is_generated(site: Path) -> None:
     text = (site / "api" / "core.html").read_text(encoding="utf-8")
     assert 'id="deepspeed_nmt.core.objective.LossOutput"' in text
+    assert not [page for page in (site / "api").glob("*.html") if ":class:" in page.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize(

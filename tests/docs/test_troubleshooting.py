@@ -28,7 +28,7 @@ def messages() -> list[str]:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     cells = [line.split(" | ")[0].removeprefix("| ").strip() for line in page.splitlines() if line.startswith("| `")]
     assert len(cells) > 50
-    return [cell[1:-1] for cell in cells]
+    return [cell.strip("`").strip() for cell in cells]
 
 
 @pytest.fixture(scope="module")
