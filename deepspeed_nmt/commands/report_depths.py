@@ -117,7 +117,7 @@ def _check_stages(run: Run, stages: tuple[int, int]) -> None:
     trained = [name for name in names if run.trained_at(name, stages)]
     if len(trained) < len(names):
         logger.warning(
-            "%s was trained at %d of its %d depths only (%s); objective.multi_softmax trains others",
+            "%s was trained at %d of its %d depths only (%s); expect bad translations at the others",
             run.path,
             len(trained),
             len(names),

@@ -47,7 +47,8 @@ class Run:
         """Open the directory of a run for reading.
 
         Args:
-            option: by which the user named it, for messages.
+            path: of the directory.
+            option: option by which the user named it, for messages.
 
         Raises:
             ConfigError: if it is not one.

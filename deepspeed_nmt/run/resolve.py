@@ -78,7 +78,10 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
-        resumed: the run has a checkpoint, so pretrained weights are not loaded again.
+        config: settings of the user.
+        data: to train on.
+        world: the ranks.
+        resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
     Raises:
         ConfigError: if a setting cannot be followed here.
@@ -103,6 +106,8 @@ def make_planner(
     """Return a planner of a run.
 
     Args:
+        config: of the run.
+        vocabulary: of the data.
         engine: resolved settings.
         ranks: GPUs.
         capability: compute capability of the GPUs; None for CPUs.

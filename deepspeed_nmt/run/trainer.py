@@ -37,9 +37,9 @@ from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.loop import train
-from deepspeed_nmt.train.memory import probe
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.session import Session

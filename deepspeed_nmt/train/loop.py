@@ -12,8 +12,8 @@ from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
-from deepspeed_nmt.train.memory import explained
 from deepspeed_nmt.train.optimizer import learning_rate
+from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import Session, TrainingConfig
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
