@@ -16,13 +16,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.selftest import Row
+    from deepspeed_nmt.selftest.compare import Row
 
 HELP = "compare all engines on this machine or cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Declare the command's options."""
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to start [GPUs of this machine, or 2]")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one method instead of all")
@@ -112,7 +112,7 @@ def _be_one(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output, setup_logging
     from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.selftest import rows
+    from deepspeed_nmt.selftest.compare import rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)

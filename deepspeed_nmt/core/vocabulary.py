@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+Side = Literal["source", "target"]
+SIDES: tuple[Side, Side] = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,16 @@ class Vocabulary:
     unk: int = 3
     mask: int | None = None
     own_source: Vocabulary | None = None
+
+    @classmethod
+    def of_bert(cls, size: int, special: Mapping[str, int]) -> Vocabulary:
+        """Return the vocabulary of a BERT: a sentence begins with [CLS] and ends with [SEP].
+
+        Args:
+            size: V.
+            special: numbers of the tokens pad, cls, sep, unk and mask.
+        """
+        return cls(size, special["pad"], special["cls"], special["sep"], special["unk"], special["mask"])
 
     @property
     def source(self) -> Vocabulary:

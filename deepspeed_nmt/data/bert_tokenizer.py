@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt import huggingface
-from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Side, Tokenizer
+from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 
-SIDES: tuple[Side, Side] = ("source", "target")
 PREFIX = "hf:"
 """Of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
 
@@ -97,12 +96,12 @@ class BertTokenizer(Tokenizer):
             ) from error
         return cls(contents, special)
 
-    def is_of(self, bert: huggingface.TokenizerFile, side: Side) -> bool:
-        """Whether a side's tokens are those of a BERT."""
+    def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
+        """As in :class:`Tokenizer`: equal vocabularies and special tokens."""
         import tokenizers
 
-        theirs = tokenizers.Tokenizer.from_str(bert.content)
-        return self._special[side] == bert.special and self._sides[side].get_vocab() == theirs.get_vocab()
+        theirs = tokenizers.Tokenizer.from_str(tokenizer_json)
+        return self._special[side] == special and self._sides[side].get_vocab() == theirs.get_vocab()
 
     def files(self) -> dict[str, bytes]:
         info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
@@ -146,15 +145,7 @@ class BertTokenizer(Tokenizer):
         return text.replace(" ' ", "'")
 
     def _vocabulary(self, side: Side) -> Vocabulary:
-        special = self._special[side]
-        return Vocabulary(
-            size=self._sides[side].get_vocab_size(),
-            pad=special["pad"],
-            bos=special["cls"],
-            eos=special["sep"],
-            unk=special["unk"],
-            mask=special["mask"],
-        )
+        return Vocabulary.of_bert(self._sides[side].get_vocab_size(), self._special[side])
 
 
 def _file(side: Side) -> str:

@@ -13,14 +13,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import sentencepiece
 
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_write_bytes
@@ -39,9 +39,6 @@ _CONTINUATION = re.compile(r"@@( |$)")
 # SentencePiece drops longer lines (bytes) from the training text without a word; its default of 4192 is too near
 # to what paragraphs have.
 _LONGEST_LINE = 1 << 16
-
-
-Side = Literal["source", "target"]
 
 
 class Tokenizer(ABC):
@@ -123,6 +120,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the target's token numbers: special ones vanish, unknown ones become :data:`UNKNOWN_TEXT`."""
+
+    def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
+        """Return True if a side's tokens are those of a BERT's tokenizer.
+
+        Args:
+            tokenizer_json: the BERT's tokenizer, serialised.
+            special: numbers of its special tokens by name.
+        """
+        return False
 
     @abstractmethod
     def reference(self, text: str) -> str:

@@ -20,9 +20,9 @@ Legend: B sentences, S source length, T target length, D model width, L lengths,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,14 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import BertPair, Loader
+from deepspeed_nmt.methods.bert import parts
+from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair
+from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.feedforward import FeedForward
@@ -53,7 +55,7 @@ from deepspeed_nmt.nn.layers import (
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose, uniforms
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 LENGTH = "length"
 """Name of the length's logits among what a pass gives."""
@@ -70,12 +72,55 @@ class AbNetConfig(BertPair):
     )
     adapter_dim: int = Field(default=2048, ge=1, description="inner width of the adapters' networks")
 
+    left_to_right: ClassVar[bool] = False
 
-class MaskedTokensConfig(Config):
+    def contradictions(self, run: Parts) -> Iterator[str]:
+        """Refuse objectives and searches that predict from left to right."""
+        yield from super().contradictions(run)
+        if not any(isinstance(part, MaskedTokensConfig) for part in run.objective.values()):
+            yield (
+                "model.name=abnet is trained by objective.masked_tokens; set that, and the other likelihood to null"
+            )
+        for name in run.active_regularizers():
+            yield (
+                f"objective.{name} compares predictions from left to right, but model.name=abnet guesses masked "
+                f"tokens; set objective.{name} to null"
+            )
+        if run.search.left_to_right:
+            yield "model.name=abnet is decoded by search.name=mask_predict; set that"
+
+
+class MaskedTokensConfig(LikelihoodConfig):
     """Settings of the masked-token objective."""
 
     smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
     length_weight: float = Field(default=0.1, ge=0.0, description="weight of the length's loss, a sentence's mean")
+
+    def contradictions(self, run: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if run.model.left_to_right:
+            yield (
+                "objective.masked_tokens trains models that guess masked tokens, but "
+                f"model.name={run.model.name} predicts from left to right; use objective.label_smoothed"
+            )
+
+
+SELF_TEST = SelfTest(
+    "abnet",
+    {
+        "model": {
+            "name": "abnet",
+            "source": SMALL_BERT,
+            "target": SMALL_BERT,
+            "attention_dropout": 0.0,
+            "adapters": "parallel",
+            "adapter_dim": 48,
+        },
+        "objective": {"masked_tokens": {}},
+        "search": {"name": "mask_predict"},
+    },
+)
+"""Frozen layers with adapters beside them, masked tokens, and the length."""
 
 
 class AdaptedEncoderLayer(nn.Module):
@@ -84,9 +129,9 @@ class AdaptedEncoderLayer(nn.Module):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.source
-        self.layer = bert.bert_layer(shape, config)
+        self.layer = parts.bert_layer(shape, config)
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.adapter_residual = parts.residual(shape, config, "pre")
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,S,D) -> (B,S,D)"""
@@ -99,11 +144,11 @@ class AdaptedDecoderLayer(CrossAttending):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.target
-        self.layer = bert.bert_layer(shape, config)
-        self.cross_attention = bert.attention(shape, config)
-        self.cross_residual: Residual = bert.residual(shape, config, "pre")
+        self.layer = parts.bert_layer(shape, config)
+        self.cross_attention = parts.attention(shape, config)
+        self.cross_residual: Residual = parts.residual(shape, config, "pre")
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.adapter_residual = parts.residual(shape, config, "pre")
         self.parallel = config.adapters == "parallel"
 
     @property
@@ -143,9 +188,9 @@ class AbNet(TranslationModel):
     def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.config = config
-        self.source_embedding = bert.embedding(config.source, config, vocabulary.source)
-        self.target_embedding = bert.embedding(config.target, config, vocabulary)
-        transform, self.projection = bert.head(config.target, self.target_embedding, True, vocabulary)
+        self.source_embedding = parts.embedding(config.source, config, vocabulary.source)
+        self.target_embedding = parts.embedding(config.target, config, vocabulary)
+        transform, self.projection = parts.head(config.target, self.target_embedding, True, vocabulary)
         self.encoder = LayerStack([AdaptedEncoderLayer(config) for _ in range(config.source.layers)])
         decoder = [AdaptedDecoderLayer(config) for _ in range(config.target.layers)]
         self.decoder = LayerStack(decoder, final_norm=transform)
@@ -155,7 +200,7 @@ class AbNet(TranslationModel):
         # Without one it can be counted, but not trained: `train` wants the BERTs' vocabularies.
         self.mask: int = vocabulary.unk if vocabulary.mask is None else vocabulary.mask
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
-        bert.initialise(self)
+        parts.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]
         for module in [*frozen, *(layer.layer for layer in [*self._encoder_layers(), *self._decoder_layers()])]:
             module.requires_grad_(False)

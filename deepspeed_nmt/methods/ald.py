@@ -24,19 +24,19 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.randomness import Purpose, uniforms
-from deepspeed_nmt.registry import Config
 
 
-class ALDConfig(Config):
+class ALDConfig(RegularizerConfig):
     """Settings of ALD."""
 
     weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs no further passes")
     p_ald: float = Field(default=0.4, gt=0.0, lt=0.5, description="bound of the masked fraction gamma")
     tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrast")
-    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+    every: int = Field(default=1, ge=1, description="added to every k-th update")
 
 
 class ALD:

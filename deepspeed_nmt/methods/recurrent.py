@@ -22,6 +22,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
@@ -53,6 +54,13 @@ class RecurrentConfig(TransformerShape):
                         f"{side}_loops is {loops}; use more layers, or sharing=stacked"
                     )
         return self
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """A stage is a loop."""
+        return (
+            Stages("encoder_loops", self.encoder_loops, self.encoder_layers),
+            Stages("decoder_loops", self.decoder_loops, self.decoder_layers),
+        )
 
 
 def layer_order(sharing: Sharing, layers: int, loops: int) -> LayerOrder:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -34,10 +35,10 @@ from deepspeed_nmt.nn.layers import (
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 
-class TransformerShape(Config):
+class TransformerShape(ModelConfig):
     """Shape and regularisation of a Transformer. The defaults are BASE."""
 
     dim: int = Field(default=512, ge=2, description="D, model width")
@@ -56,6 +57,14 @@ class TransformerShape(Config):
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="on attention weights")
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
 
+    learning_fields: ClassVar[frozenset[str]] = frozenset(
+        {"init", "dropout", "attention_dropout", "activation_dropout"}
+    )
+    shape_fields: ClassVar[frozenset[str]] = frozenset(
+        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation"}
+    )
+    depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
+
     @model_validator(mode="after")
     def _check(self) -> TransformerShape:
         if self.dim % self.heads:
@@ -69,6 +78,18 @@ class TransformerShape(Config):
             raise ValueError("norm=deepnorm brings its own initialisation; leave init at xavier")
         return self
 
+    def custom_layers(self) -> tuple[str, int] | None:
+        """All decoder layers."""
+        return "model.decoder_layers", self.decoder_layers
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """A stage is a layer."""
+        return Stages("encoder_layers", self.encoder_layers, 1), Stages("decoder_layers", self.decoder_layers, 1)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse weights of layers of another shape; only the depth may differ."""
+        refuse_differences(self.differences(other, self.shape_fields), "model", where)
+
 
 class TransformerConfig(TransformerShape):
     """A Transformer whose layers are applied once each."""
@@ -76,10 +97,36 @@ class TransformerConfig(TransformerShape):
     name: Literal["transformer"] = "transformer"
 
 
-class StandardLayerConfig(Config):
+class StandardLayerConfig(LayerConfig):
     """Decoder layers as they are in Vaswani et al. 2017; nothing to set."""
 
     name: Literal["standard"] = "standard"
+
+
+SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "activation": "gelu"}
+"""Shape of the Transformers in self-tests.
+
+GELU, because the gradient of a ReLU jumps at 0: there rounding would decide whether a unit gets a gradient.
+"""
+SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
+
+
+def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
+    """Refuse weights of another run, because settings differ.
+
+    Args:
+        differences: phrases, as :meth:`ModelConfig.differences` returns them.
+        part: the part of this run's model that takes the weights.
+        where: the other run.
+
+    Raises:
+        ConfigError: if there are differences.
+    """
+    if differences:
+        raise ConfigError(
+            f"the {part} must be that of {where}, but {' and '.join(differences)}; make these settings those of "
+            f"{where}/config.yaml"
+        )
 
 
 class Transformer(TranslationModel):

@@ -28,8 +28,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 _BLOCK = 64
@@ -38,7 +38,7 @@ _CACHE_ELEMENTS = 1 << 20
 """Logits whose sums are formed at once on a CPU: 4 MiB."""
 
 
-class BeamSettings(Config):
+class BeamSettings(SearchConfig):
     """Settings of searches that follow a beam.
 
     A translation has at most ``int(max_length_ratio * source tokens) + max_length_extra`` tokens, EOS counted on both

@@ -14,7 +14,7 @@ Legend: B sentences, S source length, T target length, N candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +33,8 @@ class DeepShallowConfig(BeamSettings):
     alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the net that proposed a candidate")
     exponent: float = Field(default=0.4, description="of length + 1 in the total")
 
+    needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
+
 
 class DeepShallow:
     """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``.
@@ -47,7 +49,7 @@ class DeepShallow:
     """
 
     def __init__(self, model: TranslationModel, bos: int, eos: int, pad: int, config: DeepShallowConfig) -> None:
-        self.nets = [model.at_exit(name) for name in ("deep", "shallow")]
+        self.nets = [model.at_exit(name) for name in config.needs_exits]
         self.searches = [BeamSearch(net, bos, eos, pad, config) for net in self.nets]
         self.bos, self.eos, self.pad = bos, eos, pad
         self.config = config

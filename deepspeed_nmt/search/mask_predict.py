@@ -9,24 +9,35 @@ Legend: B sentences, S source length, T target length, L lengths tried, R rows =
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.core.parts import Parts, SearchConfig
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.beam import Hypothesis
 
 
-class MaskPredictConfig(Config):
+class MaskPredictConfig(SearchConfig):
     """Settings of mask-predict."""
 
     name: Literal["mask_predict"] = "mask_predict"
     iterations: int = Field(default=10, ge=1, description="T")
     length_beam: int = Field(default=5, ge=1, description="l, lengths tried for each sentence")
+
+    left_to_right: ClassVar[bool] = False
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if parts.model.left_to_right:
+            yield (
+                "search.name=mask_predict decodes models that guess masked tokens, but "
+                f"model.name={parts.model.name} predicts from left to right; use search.name=beam"
+            )
 
     @property
     def beam(self) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -72,6 +72,7 @@ class CollapseMonitor:
         vocabulary: of the corpus.
         batch: bounds the size of a batch.
         world: the ranks, which share the slice.
+        remedies: settings to try against a decoder that ignores its source, for the warning.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class CollapseMonitor:
         vocabulary: Vocabulary,
         batch: BatchConfig,
         world: World,
+        remedies: Sequence[str] = (),
     ) -> None:
         self._config = config
+        self._remedies = remedies
         self._grace = config.grace or grace
         self._corpus = corpus
         self._replica = replica
@@ -162,9 +165,7 @@ class CollapseMonitor:
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
                 f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
-                "be near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at "
-                "two fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
-                "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
+                f"be near 0 however low its loss. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
                 "model.decoder_layers"
             )
         message = f"update {update}: {what}"
@@ -179,6 +180,7 @@ class CollapseMonitor:
             return float(self._objective(model, batch.to(self._world.device)).nll)
 
 
+_REMEDIES = ("a lower optimizer.lr", "a longer schedule.warmup_updates")
 _PARTS = ("self_attention", "cross_attention", "feed_forward")
 
 

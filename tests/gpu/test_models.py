@@ -12,7 +12,7 @@ from deepspeed_nmt.kernels import backends, trial
 from deepspeed_nmt.kernels.attention import AttentionChoice
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import METHODS, build, loader_of, train, write_corpus
+from deepspeed_nmt.selftest.models import build, loader_of, methods, train, write_corpus
 
 pytestmark = pytest.mark.gpu
 DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
@@ -35,7 +35,7 @@ def test_what_is_chosen_here_works_here(operation: str, dtype: torch.dtype) -> N
     assert trial.compare(operation, found, expected, device, dtype) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_a_gpu_trains_as_a_cpu_does(method: str, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     curves = {}

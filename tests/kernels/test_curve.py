@@ -14,7 +14,7 @@ from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
+from deepspeed_nmt.selftest.models import VOCABULARY, build, train, write_corpus
 
 pytest.importorskip("triton", reason="needs triton")
 UPDATES = 3

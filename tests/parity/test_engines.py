@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_nmt.parity import write_corpus
+from deepspeed_nmt.selftest.models import write_corpus
 from tests.support import ROOT, run_ranks
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.abnet import LENGTH, AbNet, masked_positions
-from deepspeed_nmt.methods.bert import BertShape
+from deepspeed_nmt.methods.bert.config import BertShape
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 from tests.unit.test_bert import batch, folders, loaded, tokenizer, transformers  # noqa: F401
 

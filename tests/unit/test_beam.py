@@ -15,9 +15,8 @@ from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.methods import build_transformer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis, _log_sum_exp, _top

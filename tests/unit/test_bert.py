@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
-from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.berts import make_bert, transformers
 
@@ -284,10 +284,10 @@ def small(model: Any) -> Any:
         (["bert_parallel", "layer.name=cross_attention_drop"], "makes layers of a Transformer"),
         (
             ["bert_parallel", "objective.multi_softmax.exits=all", "objective.label_smoothed=null"],
-            "trained at its top",
+            "model.name=bert has only the one at its top to train",
         ),
-        (["", "model.name=bert", "search.name=mask_predict"], "model.name=bert is decoded by search.name=beam"),
-        (["", "search.name=mask_predict"], "decodes model.name=abnet alone"),
+        (["", "model.name=bert", "search.name=mask_predict"], "bert predicts from left to right; use search.name=beam"),
+        (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
         (["bert_scratch_transformer", "model.freeze=[encoder]"], "with pretrained=false they are random"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
         (
@@ -297,7 +297,7 @@ def small(model: Any) -> Any:
         (["abnet_serial", "objective.ddr.weight=1"], "guesses masked tokens; set objective.ddr to null"),
         (
             ["transformer_base", "objective.masked_tokens.smoothing=0.1", "objective.label_smoothed=null"],
-            "abnet alone",
+            "trains models that guess masked tokens, but model.name=transformer predicts from left to right",
         ),
     ],
 )

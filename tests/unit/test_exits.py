@@ -200,7 +200,7 @@ def test_validation_counts_the_top_even_where_training_gives_it_no_weight() -> N
 def test_which_exits_are_trained() -> None:
     def trained(**settings: object) -> set[str]:
         config = MultiSoftmaxConfig.model_validate(settings)
-        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains(n, m, (2, 2))}
+        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains_exit(n, m, (2, 2))}
 
     assert trained() == {"1-1", "1-2", "2-1", "2-2"}
     assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}

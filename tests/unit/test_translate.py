@@ -13,8 +13,7 @@ from deepspeed_nmt.console import counting, setup_logging
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods import build_transformer
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
 

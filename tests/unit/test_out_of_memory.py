@@ -15,7 +15,7 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.train.memory import explained, probe
+from deepspeed_nmt.train.out_of_memory import explained, probe
 from tests.support import random_corpus
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_too_little_memory_is_explained(loader: TrainLoader, error: Exception) -
     with pytest.raises(TrainingError) as caught:
         probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
-    assert message.startswith("the largest micro-batch that can come must fit into RAM, but memory ran out")
+    assert message.startswith("the largest expected micro-batch must fit into RAM, but memory ran out")
     assert f"{batch.rows} rows x {batch.longest} tokens, {batch.padded_tokens} of batch.micro_tokens" in message
     assert str(error).split("\n")[0].rstrip(".") in message
     for setting in ("batch.micro_tokens", "engine.recompute_decoder=1", "zero3", "engine.tensor_parallel"):

@@ -18,8 +18,8 @@ from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.translate import translate_lines
-from deepspeed_nmt.train.loop import Validation
 from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.session import Validation
 
 
 class ModelValidator:
