@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
@@ -164,7 +164,16 @@ def batches(count: int) -> Iterator[Batch]:
             for _ in range(2)
         )
         tokens = int(lengths.sum())
-        yield Batch(source, target, target, torch.arange(rows), tokens, tokens, 0, 1, number, 0, tokens, rows)
+        yield Batch(
+            source_BS=source,
+            target_input_BT=target,
+            target_output_BT=target,
+            sentence_ids_B=torch.arange(rows),
+            source_tokens=tokens,
+            target_tokens=tokens,
+            pad=vocabulary.pad,
+            update=UpdateInfo(seed=1, number=number, tokens=tokens, sentences=rows),
+        )
 
 
 def main() -> None:

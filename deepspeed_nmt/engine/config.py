@@ -25,7 +25,7 @@ def _kernels(value: object) -> object:
     return value
 
 
-Kernels = Annotated[str, BeforeValidator(_kernels)]
+KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
 Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +56,7 @@ class EngineConfig(Config):
     memory_gib: float = Field(
         default=0.0, ge=0.0, description="what auto may take of each GPU; 0: all it has (a CPU has to be told)"
     )
-    kernels: Kernels = Field(
+    kernels: KernelsSetting = Field(
         default="auto",
         description="backends of fused operations: auto, torch, triton, apex, or operation=backend,... such as "
         "softmax=torch",

@@ -20,7 +20,6 @@ from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
@@ -42,8 +41,8 @@ class ResolvedRun:
         vocabulary: of the data.
         engine: precision, clipping and DeepSpeed's configuration.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
-        kernels: of its models; all ranks have them.
-        backends: description of the kernels on these ranks' device, in the run's precision.
+        kernels: of the fused operations.
+        backends: their choice on this rank's device, for the log.
     """
 
     config: RunConfig
@@ -94,8 +93,9 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         vocabulary = data.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         _check_data(config, vocabulary, data, resumed=resumed)
+        kernels = build_kernels(config)
     # fp32 besides: under autocast, and in validation.
-    kernels = agree_on_kernels(build_kernels(config), world, {DTYPES[engine.precision], torch.float32})
+    kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
         recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
@@ -112,23 +112,27 @@ def make_planner(
         vocabulary: of the data.
         engine: resolved settings.
         ranks: GPUs.
-        kernels: planned for the capability of the GPUs; see :meth:`Kernels.planned_for`.
+        kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
 
     Raises:
         ConfigError: if the model cannot be divided as ``engine.tensor_parallel`` says.
     """
-    model, objective = build_meta_model(config, vocabulary), build_objective(config, vocabulary)
-    use_kernels(model, kernels)
+    model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
     return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks)
 
 
 def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
-    """Return kernels that all ranks have: if any rank lacks a kernel, all ranks fall back to torch.
+    """Return kernels that all ranks have: if any rank lacks one, all ranks fall back to torch for its operation.
 
-    Ranks that share a model would draw different dropout masks otherwise.
+    Otherwise ranks that share a model would draw different dropout masks.
+
+    Args:
+        kernels: of the run.
+        world: the ranks.
+        dtypes: to compute in.
 
     Raises:
-        ConfigError: on all ranks, if one cannot have the backend that is asked for.
+        ConfigError: on all ranks, if a backend that is named is not available on one.
     """
     with fail_together(world):
         chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
@@ -184,7 +188,8 @@ def resolve_recomputation(
             "is; set engine.memory_gib, or give numbers"
         )
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
-    plan = make_planner(config, vocabulary, engine, world.ranks, kernels.planned_for(capability)).as_set(gib)
+    planned = kernels.planned_for(capability)
+    plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "

@@ -18,11 +18,11 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import collapse_remedies
-from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main
 from deepspeed_nmt.parallel.launched import once_per_host
@@ -109,8 +109,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = _initial_model(job, resolved, checkpoint)
-        copy = build_model(config, vocabulary)  # whole, for validation
-        use_kernels(copy, resolved.kernels)
+        copy = build_model(config, vocabulary, resolved.kernels)  # whole, for validation
     optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
     with once_per_host():
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
@@ -121,6 +120,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -128,15 +128,13 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             schedule=config.schedule,
             engine=engine,
             loader=loader,
-            validator=ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world),
+            validator=ModelValidator(replica, objective, data, valid, config.validation, config.search, world),
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                data.corpus("valid"),
+                valid,
                 replica,
                 objective,
-                vocabulary,
-                config.batch,
                 world,
                 collapse_remedies(),
             ),
@@ -169,8 +167,7 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     Raises:
         ConfigError: if frozen parts of it would keep random weights.
     """
-    model = build_model(resolved.config, resolved.vocabulary)
-    use_kernels(model, resolved.kernels)
+    model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
     model.recompute(*resolved.recompute)
     if checkpoint is not None:
         checkpoint.load_into(model)
@@ -208,7 +205,6 @@ def _workload(resolved: ResolvedRun, objective: Objective, world: World) -> Work
     if kind is None:
         logger.info("perf/mfu is not logged: the peak of %s is not known", name)
         return None
-    model = build_meta_model(resolved.config, resolved.vocabulary)
-    use_kernels(model, resolved.kernels)
+    model = build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)
     rates = count_rates(model, objective, resolved.vocabulary)
     return Workload(rates.source, rates.target, kind.tflops * 1e12)

@@ -30,7 +30,6 @@ from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.methods import self_tests
-from deepspeed_nmt.nn.fused import use_kernels
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
@@ -121,14 +120,13 @@ def build(
         kernels: of the model.
     """
     config = settings_of(method, dropout)
-    module = TrainModule(build_model(config, VOCABULARY), build_objective(config, VOCABULARY))
+    module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
     kind, _, recompute = engine.partition("+")
     name, _, precision = kind.partition(":")
     if recompute:
         module.model.recompute(1, 1)
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
-    use_kernels(module.model, kernels)
     parallelize(module.model, world)
     # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
     # a whole step of the learning rate, and the CPU it runs on would decide some weights. 1e-6 is above them.

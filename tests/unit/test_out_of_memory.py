@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
@@ -45,7 +46,7 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     some = itertools.islice(loader.updates(Cursor(), 1), 20)
     seen = max(batch.padded_tokens for update in some for batch in update.micro_batches)
     assert 0.97 * seen <= batch.padded_tokens <= 200
-    assert batch.update == 0 and batch.update_tokens == batch.target_tokens and batch.update_sentences == batch.rows
+    assert batch.update == UpdateInfo(seed=batch.update.seed, tokens=batch.target_tokens, sentences=batch.rows)
     assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; it takes" in caplog.text
 
 
