@@ -226,7 +226,10 @@ def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: t
         return float(getattr(small, what) + slope * (tokens - small.tokens))
 
     def work(tokens: int, recompute: Recompute) -> Work:
-        shares = [every and count // every / count for count, every in zip(applications, recompute, strict=True)]
+        shares = [
+            count // every / count if every and count else 0.0
+            for count, every in zip(applications, recompute, strict=True)
+        ]
 
         def changed(what: str) -> int:
             start = line(tokens, none, what)
