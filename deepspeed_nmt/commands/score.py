@@ -94,9 +94,9 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
         lines = {name: [join_segments(line) for line in sentences] for name, sentences in lines.items()}
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
-        from deepspeed_nmt.data.tokenizer import Tokenizer  # its libraries take a while
+        from deepspeed_nmt.data.directory import open_tokenizer  # its libraries take a while
 
-        tokenizer = Tokenizer.from_directory(arguments.like)
+        tokenizer = open_tokenizer(arguments.like)
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
     return ScoreInputs(
         hypotheses={name: lines[name] for name in arguments.hypothesis},

@@ -151,7 +151,9 @@ def seed_dropout(batch: Batch, rank: int) -> None:
 
     Ranks that share a model work on the same micro-batch, and pass the same ``rank``.
     """
-    torch.manual_seed(randomness.key(batch.seed, randomness.Purpose.DROPOUT, batch.update, batch.micro, rank) >> 1)
+    update = batch.update
+    key = randomness.key(update.seed, randomness.Purpose.DROPOUT, update.number, update.micro_batch, rank)
+    torch.manual_seed(key >> 1)
 
 
 def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:

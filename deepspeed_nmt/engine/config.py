@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.kernels.backends import parse_setting
 from deepspeed_nmt.registry import Config
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -21,11 +21,11 @@ def _recompute(value: object) -> object:
 
 def _kernels(value: object) -> object:
     if isinstance(value, str):
-        dispatch.parse(value, "it")
+        parse_setting(value, "it")
     return value
 
 
-Kernels = Annotated[str, BeforeValidator(_kernels)]
+KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
 Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +56,7 @@ class EngineConfig(Config):
     memory_gib: float = Field(
         default=0.0, ge=0.0, description="what auto may take of each GPU; 0: all it has (a CPU has to be told)"
     )
-    kernels: Kernels = Field(
+    kernels: KernelsSetting = Field(
         default="auto",
         description="backends of fused operations: auto, torch, triton, apex, or operation=backend,... such as "
         "softmax=torch",

@@ -1,4 +1,4 @@
-"""A new method is one file and one line: toys go through every command, and nothing else of the program is touched."""
+"""A new method is one file and one line: toys pass every command, and nothing else of the program is changed."""
 
 from __future__ import annotations
 
