@@ -352,6 +352,7 @@ class _ParallelProjection(Projection):
 
     world: World
 
+    @override
     def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
         assert consume is not None, "no rank holds whole rows of logits"
         vocabulary = _Vocabulary(getattr(self.weight, SLICE), self.world.tensor_group)
