@@ -45,13 +45,7 @@ SLICE = "tensor_slice"
 
 
 class Slice:
-    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``.
-
-    Args:
-        dim: dimension that is sliced.
-        size: of the whole parameter along ``dim``.
-        world: the ranks that share the parameter.
-    """
+    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``."""
 
     def __init__(self, dim: int, size: int, world: World) -> None:
         self.dim, self.size = dim, size
@@ -66,17 +60,14 @@ class Slice:
 
 
 def gather(tensor: Tensor, parameter: nn.Parameter, world: World) -> Tensor:
-    """Assemble a whole tensor from the slices of a tensor-parallel group.
+    """Return the whole tensor of which the ranks of a tensor-parallel group hold slices.
 
     Collective: all ranks of the group must call it.
 
     Args:
         tensor: this rank's slice of the parameter, or of a moment of it.
-        parameter: the parameter; a replicated one leaves ``tensor`` unchanged.
+        parameter: the parameter; if it is replicated, ``tensor`` is returned unchanged.
         world: the ranks.
-
-    Returns:
-        The whole tensor, on every rank.
     """
     if not hasattr(parameter, SLICE):
         return tensor
@@ -90,12 +81,7 @@ def gather(tensor: Tensor, parameter: nn.Parameter, world: World) -> Tensor:
 
 
 def scatter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's slice of a whole tensor; the tensor itself if the parameter is replicated.
-
-    Args:
-        whole: of the shape of the whole parameter.
-        parameter: the parameter, sliced or replicated.
-    """
+    """Return this rank's slice of a tensor that has the shape of the whole ``parameter``."""
     return getattr(parameter, SLICE).of(whole) if hasattr(parameter, SLICE) else whole
 
 
@@ -108,9 +94,6 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
         parameters: sliced and replicated parameters.
         gradients: their gradients, in the same order.
         world: the ranks.
-
-    Returns:
-        The norm, a scalar.
     """
     norm: Tensor = torch.nn.utils.get_total_norm(gradients)
     if world.tensor_ranks == 1:
@@ -123,11 +106,7 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
 
 
 class ModelParallelUnit:
-    """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``).
-
-    Args:
-        world: the grid of ranks.
-    """
+    """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``)."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -216,11 +195,7 @@ def _change_class(module: nn.Module, kind: type[nn.Module], world: World) -> Non
 
 
 def _slice_attention(module: nn.Module, world: World) -> None:
-    """Slice an attention sub-layer by heads.
-
-    Raises:
-        ConfigError: if the ranks do not divide the heads.
-    """
+    """Slice an attention sub-layer by heads."""
     assert isinstance(module, MultiHeadAttention)
     heads = module.q_proj.out_features // module.head_dim
     if heads % world.tensor_ranks:
@@ -234,11 +209,7 @@ def _slice_attention(module: nn.Module, world: World) -> None:
 
 
 def _slice_feed_forward(module: nn.Module, world: World) -> None:
-    """Slice a feed-forward sub-layer along its inner dimension.
-
-    Raises:
-        ConfigError: if the ranks do not divide ``ffn_dim``.
-    """
+    """Slice a feed-forward sub-layer along its inner dimension."""
     assert isinstance(module, FeedForward)
     if module.up_proj.out_features % world.tensor_ranks:
         raise ConfigError(
@@ -320,16 +291,12 @@ class _ParallelFeedForward(FeedForward):
 
 
 class _ParallelLookup:
-    """Lookup in an embedding matrix of which this rank holds the rows of some tokens."""
+    """Lookup in an embedding matrix sliced by tokens: zeros for tokens of other ranks, then an all-reduce."""
 
     world: World
     weight: nn.Parameter
 
     def lookup(self, tokens_BT: Tensor) -> Tensor:
-        """Look up tokens; rows that other ranks hold are zero here and added by an all-reduce.
-
-        Shape: (B,T) -> (B,T,D)
-        """
         part: Slice = getattr(self.weight, SLICE)
         local_BT = tokens_BT - part.start
         elsewhere_BT = (local_BT < 0) | (local_BT >= part.stop - part.start)
