@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 complain() { printf 'error: %s\n' "$*" >&2; }
-# Exit with status 2, which is also the status of `deepspeed-nmt` for an error of the user.
+# Complain and exit with status 2, which is also the status of `deepspeed-nmt` for an error of the user.
 die() {
     complain "$@"
     exit 2
@@ -29,7 +29,8 @@ print_help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"; }
 
 cores() { nproc 2>/dev/null || getconf _NPROCESSORS_ONLN; }
 
-# threads_for RANKS: print the OpenMP threads for each of RANKS processes. More threads than cores slow down all ranks.
+# threads_for RANKS: print the number of OpenMP threads for each of RANKS processes. More threads than cores slow down
+# all ranks.
 threads_for() {
     local threads=$(($(cores) / $1))
     echo $((threads > 0 ? threads : 1))
@@ -188,7 +189,8 @@ install_package() {
 # $VENV as it is.
 install() {
     if [ -n "${SKIP_INSTALL:-}" ]; then
-        [ -x "$VENV/bin/python" ] || die "VENV must be a virtual environment if SKIP_INSTALL is set, but $VENV is not one; set VENV to one"
+        [ -x "$VENV/bin/python" ] ||
+            die "VENV must be a virtual environment if SKIP_INSTALL is set, but $VENV is not one; set VENV to one"
         return
     fi
     make_venv

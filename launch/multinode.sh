@@ -9,13 +9,14 @@
 #   --node-rank I     do not use ssh: this is host number I of the hostfile, from 0; start the script on every host
 #   --interface IF    network interface for the traffic between ranks (NCCL and Gloo) [chosen by NCCL and Gloo]
 #
-# Without --node-rank, start it on one host. It needs pdsh and a key without a passphrase, and the repository, the data
-# and the run must have the same paths on all hosts.
+# Without --node-rank, start it on one host. It needs pdsh and a key without a passphrase, and the repository, the
+# data and the run must have the same paths on all hosts.
 #
-# Ranks wait for each other for engine.timeout_s seconds and name the rank that they wait for. Ctrl-C on one host saves
-# and stops on all hosts; a second one stops at once. The exit status is that of `train`.
+# Ranks wait for each other for engine.timeout_s seconds and name the rank that they wait for. Ctrl-C on one host
+# saves and stops on all hosts; a second Ctrl-C stops at once. The exit status is that of `train`.
 #
-# Settings from the environment: VENV and OMP_NUM_THREADS, as in launch/local.sh.
+# Settings from the environment: VENV as in launch/local.sh; OMP_NUM_THREADS, DEEPSPEED_NMT_KERNELS and NCCL's
+# variables are passed to all hosts.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh

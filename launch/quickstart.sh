@@ -119,12 +119,13 @@ split_side() {
         { getline part <parts; print >(text "/" part "." suffix) }' "$1"
 }
 
+# Print a vocabulary size that is small compared to the training text.
+vocab_size() {
+    count_lines "$TEXT/train.$SOURCE_SUFFIX" | awk '{ print $1 < 2000 ? 500 : $1 < 50000 ? 2000 : 8000 }'
+}
+
 prepare() {
-    local size="${VOCAB_SIZE:-}"
-    if [ -z "$size" ]; then # a vocabulary must be small compared to the text that it is learned from
-        size="$(count_lines "$TEXT/train.$SOURCE_SUFFIX" | awk '{ print $1 < 2000 ? 500 : $1 < 50000 ? 2000 : 8000 }')"
-    fi
-    deepspeed-nmt prepare --out "$OUT/data" --vocab-size "$size" \
+    deepspeed-nmt prepare --out "$OUT/data" --vocab-size "${VOCAB_SIZE:-$(vocab_size)}" \
         --train-source "$TEXT/train.$SOURCE_SUFFIX" --train-target "$TEXT/train.$TARGET_SUFFIX" \
         --valid-source "$TEXT/valid.$SOURCE_SUFFIX" --valid-target "$TEXT/valid.$TARGET_SUFFIX" \
         --test-source "$TEXT/test.$SOURCE_SUFFIX" --test-target "$TEXT/test.$TARGET_SUFFIX"

@@ -122,7 +122,8 @@ def test_what_is_missing_or_damaged_is_named(pipeline: ModuleType, tmp_path: Pat
     archives = tmp_path / "archives"
     words = ["--from", str(archives), "--out", str(tmp_path / "out")]
     done = go("wmt16_ende", *words)
-    assert done.returncode == 2 and "--from must be a directory with" in done.stderr and "is not a directory" in done.stderr
+    assert done.returncode == 2 and "--from must be a directory with" in done.stderr, done.stderr
+    assert f"but {archives} is not a directory" in done.stderr
     done = go("wmt16_ende", "--outt", "x")
     assert done.returncode == 2 and "usage: launch/data/wmt16_ende.sh [--out DIR]" in done.stderr
     archives.mkdir()
