@@ -1,4 +1,4 @@
-"""Hashing files, and writing them so that a reader never sees half of one."""
+"""Files: hashes, text, and atomic writes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""First bytes of compressed files: what made them, and what undoes it."""
+"""Compression format and command to decompress, by the first bytes of a file."""
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content, read in blocks."""
+    """Return the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -33,7 +33,7 @@ def sha256_of(path: Path) -> str:
 
 
 def check_text(path: Path) -> None:
-    """Refuse what cannot be a text file.
+    """Check that a path can be a text file.
 
     Raises:
         DataError: if it is missing, a directory, not readable, or compressed.
@@ -53,15 +53,17 @@ def check_text(path: Path) -> None:
 
 
 def text_lines(stream: BinaryIO) -> Iterator[str]:
-    """Lines of UTF-8 text as they come, without their ends. Only line feeds end a line: other characters that
-    Unicode calls line breaks are part of the text. Bytes that are not UTF-8 become U+FFFD, so no line is lost.
+    """Yield the lines of UTF-8 text, without their line ends.
+
+    Only a line feed ends a line: other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
+    U+FFFD.
     """
     for line in stream:
         yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names created, renamed or removed in a directory survive a power cut."""
+    """Sync a directory to disk, so that created, renamed and removed names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,10 +72,10 @@ def sync_directory(path: Path) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` in one step: after a crash it holds the old content or the new, never a part.
+    """Replace the content of ``path`` atomically: after a crash it is the old one or the new one.
 
     Raises:
-        OSError: if it cannot be written (a full disk, say); ``path`` is then what it was before.
+        OSError: if it cannot be written, for example on a full disk; ``path`` is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -89,8 +91,9 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_text_writer(path: Path) -> Iterator[TextIO]:
-    """A file to write text to, which takes the place of ``path`` in one step when the block ends well; otherwise
-    ``path`` stays what it was. What is not an ordinary file (a pipe, a device) is written to directly.
+    """Yield a file to write text to, which replaces ``path`` atomically at the end of the block.
+
+    If the block raises, ``path`` is unchanged. A pipe or a device is written to directly.
 
     Raises:
         OSError: if it cannot be written.
@@ -99,7 +102,7 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
         with path.open("w", encoding="utf-8", newline="\n") as file:
             yield file
         return
-    path = path.resolve()  # A link stays one.
+    path = path.resolve()  # a symbolic link is kept
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -110,5 +113,5 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """:func:`atomic_write_bytes` for text, as UTF-8."""
+    """Replace the content of ``path`` atomically by text in UTF-8; see :func:`atomic_write_bytes`."""
     atomic_write_bytes(path, text.encode("utf-8"))

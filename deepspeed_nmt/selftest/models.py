@@ -39,7 +39,7 @@ VOCABULARY = Vocabulary(61)
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 _CLIP_NORM = 0.5
 _SUMS = ("loss", "nll")
-"""Sums of every objective; all others are of its regularizers."""
+"""Sums that every objective has."""
 
 
 def methods(quick: bool = False) -> list[str]:
@@ -121,8 +121,8 @@ def build(
 
     Args:
         method: name of a case.
-        engine: NAME[:PRECISION][+recompute], with NAME one of plain, zero0 ... zero3, and offload (ZeRO-3 with weights
-            and optimizer state in the host's memory).
+        engine: NAME[:PRECISION][+recompute], with NAME one of plain, zero0 ... zero3, and offload (ZeRO-3 with
+            weights and optimizer state in the host's memory).
         world: the ranks, of which ``tensor_ranks`` share a model.
         directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
         dropout: dropout probability of the model.
@@ -172,7 +172,7 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
     Returns:
         Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
-        (micro-batches of a rank), "skipped", "terms" (values of the regularizers per target token); and "cursor", the
+        (micro-batches of a rank), "skipped", "terms" (further sums per target token); and "cursor", the
         position after the last update.
     """
     losses, norms, counts, skipped, terms = [], [], [], [], []
