@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
         assert main(words(where, tmp_path / "run", *small, *more)) == 2
         return capsys.readouterr().err
 
-    assert "this model has frozen parts, which need trained weights; give their run with --grow-from" in refused(*GROW)
+    assert "this model has frozen parts, which need trained weights; give their run with" in refused(*GROW)
     grow = ["--grow-from", str(bottom)]
     assert "--grow-from needs a model that grows" in refused(*grow)
     error = refused(*GROW, *grow, "model.dim=16")
