@@ -92,7 +92,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} must be a valid YAML file, but cannot be read: {error}") from error
+        raise ConfigError(f"{path} must be a YAML file, but cannot be read: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
