@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_nmt.build import build_kernels
 from deepspeed_nmt.cli import main as deepspeed_nmt
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.directory import DataDirectory
@@ -46,7 +47,7 @@ def main() -> None:
     engine = resolve_engine_for(
         config.engine, config.optimizer.clip_norm, ranks=1, data_ranks=1, native=gpu.precision
     )
-    planner = make_planner(config, vocabulary, engine, 1, gpu.capability)
+    planner = make_planner(config, vocabulary, engine, 1, build_kernels(config).planned_for(gpu.capability))
     plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2

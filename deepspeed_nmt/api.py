@@ -68,7 +68,8 @@ class Translator:
             checkpoint: best, last, average, or a path.
             device: auto (a GPU where there is one), cpu or cuda.
             exit: decode from this exit instead of the top, for example "3-2", or "shallow" of a grown model.
-            encoder_layers, decoder_layers: decode with the first layers (or loops) of a side.
+            encoder_layers: decode with the first layers (or loops) of the encoder, this many.
+            decoder_layers: the same of the decoder.
             search: settings of the search that differ from the run's own, for example ``beam=1``; ``name`` chooses
                 another search.
 
@@ -91,6 +92,7 @@ class Translator:
         """Return the best translation of each sentence.
 
         Args:
+            sentences: source text, one sentence each; an empty one has an empty translation.
             max_tokens: bound on a batch, sentences times the longest source among them.
 
         Raises:
@@ -110,6 +112,7 @@ class Translator:
         """Yield the ``nbest`` translations of each sentence, best first, in bounded memory.
 
         Args:
+            sentences: source text, one sentence each.
             max_tokens: bound on a batch, sentences times the longest source among them.
             buffer_lines: sentences that are read before the first of them is returned.
             nbest: translations of each sentence.

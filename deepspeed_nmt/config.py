@@ -137,6 +137,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     """Check settings, nested by section, and return them as a configuration.
 
     Args:
+        merged: settings by section; an empty section has its defaults.
         problems: sentences to report with those found here.
 
     Raises:

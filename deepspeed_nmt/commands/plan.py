@@ -131,15 +131,13 @@ def _plan(
     """Plan the run on these GPUs, and return the plan as JSON and as text."""
     import torch
 
+    from deepspeed_nmt.build import build_kernels
     from deepspeed_nmt.engine.config import DTYPES
     from deepspeed_nmt.engine.settings import resolve_engine_for
-    from deepspeed_nmt.kernels import attention
-    from deepspeed_nmt.kernels.dispatch import describe, planned_for, use
     from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
     from deepspeed_nmt.run.resolve import make_planner
 
-    use(config.engine.kernels)
-    attention.use(config.engine.attention)
+    kernels = build_kernels(config).planned_for(gpu.capability)
     ranks = arguments.num_gpus
     engine = resolve_engine_for(
         config.engine,
@@ -148,7 +146,7 @@ def _plan(
         data_ranks=max(1, ranks // config.engine.tensor_parallel),
         native=gpu.precision,
     )
-    planner = make_planner(config, vocabulary, engine, ranks, gpu.capability)
+    planner = make_planner(config, vocabulary, engine, ranks, kernels)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):
@@ -163,9 +161,8 @@ def _plan(
         "advice": planner.settings(advised),
         **{name: as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
-    with planned_for(gpu.capability):
-        kernels = describe(torch.device("meta"), DTYPES[engine.precision])
-    head = f"{ranks} x {gpu.name} ({engine.precision}); kernels: {kernels}"
+    chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
+    head = f"{ranks} x {gpu.name} ({engine.precision}); kernels: {chosen}"
     words = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
     table = as_table(columns, planner.settings(advised), config.batch.update_tokens, gpu, words)
     return result, f"{head}\n\n{table}"

@@ -110,7 +110,7 @@ def _be_one(arguments: argparse.Namespace) -> int:
     import torch
 
     from deepspeed_nmt.console import output, setup_logging
-    from deepspeed_nmt.kernels.dispatch import describe
+    from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
     from deepspeed_nmt.selftest.compare import rows
 
@@ -119,7 +119,7 @@ def _be_one(arguments: argparse.Namespace) -> int:
     setup_logging(world.rank)
     try:
         if world.is_main and not arguments.json:
-            output(f"kernels: {describe(world.device, torch.float32)}")
+            output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
         for row in rows(world, quick=arguments.quick):
             failed += not row.passed

@@ -86,7 +86,7 @@ class Objective:
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """The loss of a micro-batch."""
         passes = Passes(model, batch)
-        due = [term for term in self._regularizers if model.training and batch.update % term.every == 0]
+        due = [term for term in self._regularizers if model.training and batch.update.number % term.every == 0]
         finish = [(term, value) for term in due if (value := term.request_passes(passes)) is not None]
         if model.training:
             self._likelihood.request_passes(passes)

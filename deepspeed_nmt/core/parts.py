@@ -174,11 +174,18 @@ class SearchConfig(PartConfig):
         name: of the search in its registry.
         left_to_right: True if it asks a model for one token after another.
         needs_exits: named exits that a model must have to be searched.
+        width_setting: setting that bounds the translations of a sentence; None: the search gives one.
     """
 
     name: str
     left_to_right: ClassVar[bool] = True
     needs_exits: ClassVar[tuple[str, ...]] = ()
+    width_setting: ClassVar[str | None] = None
+
+    @property
+    def width(self) -> int:
+        """Upper bound of the translations of a sentence."""
+        return 1 if self.width_setting is None else int(getattr(self, self.width_setting))
 
     def contradictions(self, parts: Parts) -> Iterable[str]:
         """Refuse models that lack an exit."""

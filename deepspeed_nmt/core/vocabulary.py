@@ -1,4 +1,4 @@
-"""What a model and an objective need to know of a vocabulary."""
+"""The part of a vocabulary that models, objectives and searches need."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ SIDES: tuple[Side, Side] = ("source", "target")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The size of the target's vocabulary and the numbers of its special tokens.
+    """Size and special tokens of the target's vocabulary.
 
     Attributes:
-        size: V.
-        pad: fills up a batch's shorter rows; the same number on both sides.
-        bos: starts what a decoder reads.
-        eos: ends a sentence.
-        unk: stands for what the vocabulary lacks.
-        mask: stands for what is to be guessed; None where nothing ever is.
-        own_source: the source's vocabulary, where it has one of its own.
+        size: Number of tokens, V.
+        pad: Padding token, which has the same number on both sides.
+        bos: First token that a decoder reads.
+        eos: End-of-sentence token.
+        unk: Token that replaces text missing from the vocabulary.
+        mask: Token that replaces tokens to be guessed; None if the vocabulary has none.
+        own_source: The source's vocabulary; None if both sides share one.
     """
 
     size: int
@@ -34,15 +34,22 @@ class Vocabulary:
 
     @classmethod
     def of_bert(cls, size: int, special: Mapping[str, int]) -> Vocabulary:
-        """Return the vocabulary of a BERT: a sentence begins with [CLS] and ends with [SEP].
+        """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP].
 
         Args:
-            size: V.
-            special: numbers of the tokens pad, cls, sep, unk and mask.
+            size: Number of tokens.
+            special: Special tokens by the names pad, cls, sep, unk and mask.
         """
-        return cls(size, special["pad"], special["cls"], special["sep"], special["unk"], special["mask"])
+        return cls(
+            size,
+            pad=special["pad"],
+            bos=special["cls"],
+            eos=special["sep"],
+            unk=special["unk"],
+            mask=special["mask"],
+        )
 
     @property
     def source(self) -> Vocabulary:
-        """The source's vocabulary, which is often the same."""
+        """The source's vocabulary, which is the same object if both sides share one."""
         return self.own_source or self

@@ -308,10 +308,11 @@ def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDec
 def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """Which target tokens are to be guessed: bool, never EOS or padding. Shape: -> (B,T), as the target's output"""
     output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
+    seed, update = batch.update.seed, batch.update.number
     words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
     count_B1 = words_BT.sum(dim=1, keepdim=True)
-    chance_B1 = uniforms(ids_B, 1, batch.seed, Purpose.MASK_COUNT, batch.update)
-    draws_BT = uniforms(ids_B, output_BT.shape[1], batch.seed, Purpose.MASKED_TARGETS, batch.update)
+    chance_B1 = uniforms(ids_B, 1, seed, Purpose.MASK_COUNT, update)
+    draws_BT = uniforms(ids_B, output_BT.shape[1], seed, Purpose.MASKED_TARGETS, update)
     # The place of each token in its sentence's random order; what is no word comes last.
     place_BT = draws_BT.masked_fill(~words_BT, 2.0).argsort(dim=1).argsort(dim=1)
     return words_BT & (place_BT < (chance_B1 * count_B1).floor() + 1)
@@ -345,11 +346,11 @@ class MaskedTokens:
 
     def _length(self, logits_BL: Tensor, batch: Batch) -> Tensor:
         """The length's negative log-likelihood: once divided by the update's tokens, its mean over sentences."""
-        real_BT = batch.target_output_BT.ne(self.vocabulary.pad)
+        real_BT = batch.target_mask
         length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
         losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
-        tokens = batch.update_tokens or batch.target_tokens
-        sentences = batch.update_sentences or batch.rows
+        tokens = batch.update.tokens or batch.target_tokens
+        sentences = batch.update.sentences or batch.rows
         return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * (tokens / max(1, sentences))
 
 

@@ -132,10 +132,10 @@ class MultiSoftmax:
 
     def request_passes(self, passes: Passes) -> None:
         """Ask for the update's exits."""
-        batch, stages = passes.batch, passes.model.stages
+        update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
         passes.encoder_exits, passes.decoder_exits = (
-            _draw(total, count, batch.seed, randomness.Purpose.EXITS, batch.update, side)
+            _draw(total, count, update.seed, randomness.Purpose.EXITS, update.number, side)
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 

@@ -18,12 +18,13 @@ from deepspeed_nmt.nn.layers import Context
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """In what order a stack's layers are applied; a layer named twice is applied twice with the same weights.
+    """The order in which a stack's layers are applied; a layer may be applied several times.
 
     Attributes:
-        indices: of layers, one after the other.
+        indices: of the layers, in order of application.
         inputs_at: applications, from 0, before which the stack's input is added to the state again.
-        stages: after how many applications the state can be read (its *exits*), rising; the last is all of them.
+        stages: numbers of applications after which the state can be read (the *exits*), ascending; the last is all
+            of them.
     """
 
     indices: tuple[int, ...]
@@ -32,11 +33,11 @@ class LayerOrder:
 
     @classmethod
     def straight(cls, layers: int) -> LayerOrder:
-        """Each layer once, from the lowest to the highest, with an exit after each."""
+        """Return the order of each layer once, from the lowest to the highest, with an exit after each."""
         return cls(tuple(range(layers)), frozenset(), tuple(range(1, layers + 1)))
 
     def until(self, stage: int) -> LayerOrder:
-        """The order up to exit ``stage``, counted from 1."""
+        """Return the order up to exit ``stage``, counted from 1."""
         return LayerOrder(self.indices[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
 
 
@@ -45,12 +46,12 @@ class LayerStack(nn.Module):
 
     Args:
         layers: the layers that have weights of their own.
-        order: the order to apply them in; default each once.
+        order: of their application; default each once.
         final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
 
     Attributes:
-        recompute_every: in training, every so manieth application keeps only its input and is run again in the
-            backward pass, random choices included: 1 all of them, 0 none. Memory for time, not one bit of difference.
+        recompute_every: k; in training, every k-th application keeps only its input and is run again in the backward
+            pass, with the same random choices: 1 all, 0 none. Results are bit-identical.
     """
 
     def __init__(
@@ -66,22 +67,22 @@ class LayerStack(nn.Module):
 
     @property
     def applications(self) -> int:
-        """How many layers an input passes through."""
+        """Number of layer applications."""
         return len(self.order.indices)
 
     @property
     def stages(self) -> int:
-        """How many exits there are, the top among them."""
+        """Number of exits, the top included."""
         return len(self.order.stages)
 
     def until(self, stage: int) -> LayerStack:
-        """A stack with the same weights that ends at exit ``stage``, counted from 1."""
+        """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
         order = self.order.until(stage)
         kept = max(order.indices) + 1
         return LayerStack(list(self.layers)[:kept], order, self.final_norm)
 
     def recomputes(self, number: int) -> bool:
-        """Whether application ``number``, from 0, is run again in the backward pass."""
+        """Return True if application ``number``, from 0, is run again in the backward pass."""
         return self.recompute_every > 0 and (number + 1) % self.recompute_every == 0
 
     def forward(
@@ -91,12 +92,16 @@ class LayerStack(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The states at the given exits, counted from 1 (default: the top), each normalised.
-
-        Only as many layers as the deepest exit needs are run.
+        """Apply the layers, up to the deepest of the given exits.
 
         Args:
+            x_BTD: input of the lowest layer.
+            context: input that all layers share.
             caches: one for each application, when decoding position by position.
+            exits: counted from 1; default the top.
+
+        Returns:
+            The states at the exits, normalised by ``final_norm``.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """

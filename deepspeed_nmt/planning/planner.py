@@ -15,7 +15,6 @@ from deepspeed_nmt.engine.config import DTYPES, EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.dispatch import Capability, planned_for
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import RECOMPUTE, Plan, advise, plan_for
@@ -30,14 +29,14 @@ class Planner:
     """Counts a model once, then tells the memory of any way to train it.
 
     Args:
-        model: on the meta device; sliced here, and converted to the precision it is trained in.
+        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to the precision it
+            is trained in.
         objective: of the run.
         vocabulary: of the data.
-        engine: settings of the user; ``tensor_parallel`` is respected, the rest may be advised on.
-        settings: the same, resolved.
+        engine: settings of the user; ``tensor_parallel`` is respected by all plans.
+        settings: the same settings, resolved.
         batch: sizes of updates and micro-batches.
-        ranks: GPUs.
-        capability: compute capability of the GPUs; None for CPUs.
+        ranks: number of GPUs.
 
     Raises:
         ConfigError: if the ranks cannot be divided by ``engine.tensor_parallel``, or the model cannot.
@@ -52,7 +51,6 @@ class Planner:
         settings: EngineSettings,
         batch: BatchConfig,
         ranks: int,
-        capability: Capability | None,
     ) -> None:
         tensor_ranks = engine.tensor_parallel
         if ranks % tensor_ranks:
@@ -65,8 +63,7 @@ class Planner:
         model.to(DTYPES[settings.precision])
 
         def counted(recompute: Recompute) -> tuple[Work, Work]:
-            with planned_for(capability):
-                small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+            small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
             return small, large
 
         encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)

@@ -17,12 +17,12 @@ from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.run.environment import environment
-from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.store import CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
 LOGS = "logs"
@@ -47,7 +47,8 @@ class Run:
         """Open the directory of a run for reading.
 
         Args:
-            option: by which the user named it, for messages.
+            path: of the directory.
+            option: option by which the user named it, for messages.
 
         Raises:
             ConfigError: if it is not one.
@@ -55,7 +56,7 @@ class Run:
         if not (path / CONFIG_FILE).is_file():
             what = "has no config.yaml" if path.is_dir() else "does not exist"
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
-        return cls(path, load_config(file=path / CONFIG_FILE), Tokenizer.from_directory(path))
+        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path))
 
     @property
     def checkpoints(self) -> CheckpointStore:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_nmt.build import build_meta_model, build_objective
+from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -18,8 +18,8 @@ from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
-from deepspeed_nmt.kernels import attention, dispatch
-from deepspeed_nmt.kernels.dispatch import Capability
+from deepspeed_nmt.kernels.backends import OPERATIONS
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
@@ -41,24 +41,26 @@ class ResolvedRun:
         vocabulary: of the data.
         engine: precision, clipping and DeepSpeed's configuration.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
-        kernels: backends of the fused operations, for the log.
+        kernels: of the fused operations.
+        backends: their choice on this rank's device, for the log.
     """
 
     config: RunConfig
     vocabulary: Vocabulary
     engine: EngineSettings
     recompute: Recompute
-    kernels: str
+    kernels: Kernels
+    backends: str
 
     def __str__(self) -> str:
         stage = self.engine.zero_stage
         parts = [
             "plain torch" if stage is None else f"DeepSpeed ZeRO-{stage}",
             self.engine.precision,
-            f"kernels: {self.kernels}",
+            f"kernels: {self.backends}",
         ]
         if any(self.recompute):
-            parts.append("recomputed: every {}. encoder and {}. decoder layer".format(*self.recompute))
+            parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
         return "; ".join(parts)
 
     def save(self, run: Path) -> None:
@@ -69,7 +71,7 @@ class ResolvedRun:
             "ds_config": self.engine.ds_config,
             "recompute_encoder": self.recompute[0],
             "recompute_decoder": self.recompute[1],
-            "kernels": self.kernels,
+            "kernels": self.backends,
         }
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
@@ -78,7 +80,10 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
-        resumed: the run has a checkpoint, so pretrained weights are not loaded again.
+        config: settings of the user.
+        data: to train on.
+        world: the ranks.
+        resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
     Raises:
         ConfigError: if a setting cannot be followed here.
@@ -88,48 +93,56 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         vocabulary = data.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         _check_data(config, vocabulary, data, resumed=resumed)
-        recompute = resolve_recomputation(config, vocabulary, engine, world)
-        dispatch.use(config.engine.kernels)
-        attention.use(config.engine.attention)
+        kernels = build_kernels(config)
     # fp32 besides: under autocast, and in validation.
-    agree_on_kernels(world, {DTYPES[engine.precision], torch.float32})
-    kernels = dispatch.describe(world.device, DTYPES[engine.precision])
-    return ResolvedRun(config, vocabulary, engine, recompute, kernels)
+    kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
+    with fail_together(world):
+        recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
+    backends = kernels.describe(world.device, DTYPES[engine.precision])
+    return ResolvedRun(config, vocabulary, engine, recompute, kernels, backends)
 
 
 def make_planner(
-    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, ranks: int, capability: Capability | None
+    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, ranks: int, kernels: Kernels
 ) -> Planner:
     """Return a planner of a run.
 
     Args:
+        config: of the run.
+        vocabulary: of the data.
         engine: resolved settings.
         ranks: GPUs.
-        capability: compute capability of the GPUs; None for CPUs.
+        kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
 
     Raises:
         ConfigError: if the model cannot be divided as ``engine.tensor_parallel`` says.
     """
-    model, objective = build_meta_model(config, vocabulary), build_objective(config, vocabulary)
-    return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks, capability)
+    model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
+    return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks)
 
 
-def agree_on_kernels(world: World, dtypes: Iterable[torch.dtype]) -> None:
-    """Fall back to torch on all ranks for each operation that any rank lacks a kernel for.
+def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
+    """Return kernels that all ranks have: if any rank lacks one, all ranks fall back to torch for its operation.
 
-    Ranks that share a model would draw different dropout masks otherwise.
+    Otherwise ranks that share a model would draw different dropout masks.
+
+    Args:
+        kernels: of the run.
+        world: the ranks.
+        dtypes: to compute in.
 
     Raises:
-        ConfigError: on all ranks, if one cannot have the backend that is asked for.
+        ConfigError: on all ranks, if a backend that is named is not available on one.
     """
     with fail_together(world):
-        chosen = [dispatch.choices(world.device, dtype) for dtype in dtypes]
-        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in dispatch.OPERATIONS}
+        chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
+        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in OPERATIONS}
     counts = sum_over_ranks(plain, world)
     differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
-    if differing:
-        logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))
-        dispatch.fall_back_to_torch(differing)
+    if not differing:
+        return kernels
+    logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))
+    return kernels.fall_back_to_torch(differing)
 
 
 def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, *, resumed: bool) -> None:
@@ -156,7 +169,7 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
 
 
 def resolve_recomputation(
-    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, world: World
+    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, world: World, kernels: Kernels
 ) -> Recompute:
     """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit.
 
@@ -175,7 +188,8 @@ def resolve_recomputation(
             "is; set engine.memory_gib, or give numbers"
         )
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
-    plan = make_planner(config, vocabulary, engine, world.ranks, capability).as_set(gib)
+    planned = kernels.planned_for(capability)
+    plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
     if world.is_main:
         logger.info(
             "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "

@@ -18,6 +18,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import ConfigError
@@ -34,16 +35,17 @@ from deepspeed_nmt.run.directory import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.loop import train
-from deepspeed_nmt.train.memory import probe
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.session import Session
 from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.store import CheckpointStore
 from deepspeed_nmt.train.throughput import Workload
 
 
@@ -108,7 +110,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = _initial_model(job, resolved, checkpoint)
-        copy = build_model(config, vocabulary)  # whole, for validation
+        copy = build_model(config, vocabulary, resolved.kernels)  # whole, for validation
     optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
     with once_per_host():
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
@@ -119,6 +121,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -126,15 +129,13 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             schedule=config.schedule,
             engine=engine,
             loader=loader,
-            validator=ModelValidator(replica, objective, data, config.validation, config.search, config.batch, world),
+            validator=ModelValidator(replica, objective, data, valid, config.validation, config.search, world),
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                data.corpus("valid"),
+                valid,
                 replica,
                 objective,
-                vocabulary,
-                config.batch,
                 world,
                 collapse_remedies(),
             ),
@@ -167,7 +168,7 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     Raises:
         ConfigError: if frozen parts of it would keep random weights.
     """
-    model = build_model(resolved.config, resolved.vocabulary)
+    model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
     model.recompute(*resolved.recompute)
     if checkpoint is not None:
         checkpoint.load_into(model)
@@ -205,5 +206,6 @@ def _workload(resolved: ResolvedRun, objective: Objective, world: World) -> Work
     if kind is None:
         logger.info("perf/mfu is not logged: the peak of %s is not known", name)
         return None
-    rates = count_rates(build_meta_model(resolved.config, resolved.vocabulary), objective, resolved.vocabulary)
+    model = build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)
+    rates = count_rates(model, objective, resolved.vocabulary)
     return Workload(rates.source, rates.target, kind.tflops * 1e12)

@@ -55,6 +55,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     Args:
         model: of the new run, freshly initialised.
         config: of the new run.
+        origin: the other run.
         data: of the new run; its vocabulary must be the other run's.
 
     Returns:
@@ -119,7 +120,8 @@ def check_origin(run: Path, origin: Origin) -> None:
     """Refuse to resume a run under another origin than it began with; the same one may be named again.
 
     Args:
-        run: that has begun.
+        run: directory of a run that has begun.
+        origin: that the user names now.
 
     Raises:
         ConfigError: if the run came from elsewhere, or from nowhere.

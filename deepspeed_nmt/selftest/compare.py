@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.selftest.models import Saved, build, loader_of, methods, train, write_corpus
 
@@ -81,8 +81,9 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
         write_corpus(directory)
         for method in methods(quick):
             alone = World(0, 1, world.local_rank, world.device)
-            with dispatch.only("torch"):  # the others run with what this machine chooses
-                reference, weights = _trained(build(method, "plain", alone, directory), alone, directory)
+            # The others run with the kernels that are chosen on this machine.
+            plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
+            reference, weights = _trained(plain, alone, directory)
             for engine, tensor_ranks in engines(world, method):
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
 

@@ -28,6 +28,7 @@ from deepspeed_nmt.engine.base import Engine, ParameterState
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import resolve_engine
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.methods import self_tests
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.tensor import parallelize
@@ -104,6 +105,7 @@ def build(
     directory: Path,
     dropout: float = 0.0,
     weights: dict[str, Tensor] | None = None,
+    kernels: Kernels = DEFAULT,
 ) -> Engine:
     """Build an engine over a model that is the same in every layout.
 
@@ -115,9 +117,10 @@ def build(
         directory: of the corpus; each rank writes its DeepSpeed configuration there.
         dropout: of the model.
         weights: to start from, instead of fresh ones.
+        kernels: of the model.
     """
     config = settings_of(method, dropout)
-    module = TrainModule(build_model(config, VOCABULARY), build_objective(config, VOCABULARY))
+    module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
     kind, _, recompute = engine.partition("+")
     name, _, precision = kind.partition(":")
     if recompute:

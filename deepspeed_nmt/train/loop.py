@@ -12,10 +12,12 @@ from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
-from deepspeed_nmt.train.memory import explained
+from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.optimizer import learning_rate
+from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import Session, TrainingConfig
+from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 from deepspeed_nmt.train.throughput import Window
 
@@ -33,7 +35,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
         OSError: if the last checkpoint cannot be written.
     """
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
-    if _stop_requested(session):  # while the run was being set up
+    if _stop_requested(session.stop, world):  # while the run was being set up
         return progress
     window = Window(session.workload)
     spikes = SpikeWatch(config.spike_factor)
@@ -83,7 +85,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
                 progress, best = _validate(session, progress)
                 validating = False
             watchdog.at(f"what follows update {progress.update}")
-            stopping = _stop_requested(session)
+            stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
                 saved_at = _save(session, progress, best, saved_at, must=stopping or _finished(config, progress))
                 saving = False
@@ -101,11 +103,11 @@ def train(session: Session, progress: Progress) -> Progress | None:
     return progress
 
 
-def _stop_requested(session: Session) -> bool:
+def _stop_requested(stop: StopRequest, world: World) -> bool:
     """Return True on all ranks if any rank was asked to stop."""
-    requested = any_rank(bool(session.stop), session.world)
+    requested = any_rank(bool(stop), world)
     if requested:  # `stop` is not read again: meanwhile a request may have reached some ranks only.
-        session.stop.agree()
+        stop.agree()
     return requested
 
 

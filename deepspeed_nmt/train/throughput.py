@@ -11,7 +11,7 @@ from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult, add_sums
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.memory import peak_memory_gib
+from deepspeed_nmt.train.out_of_memory import peak_memory_gib
 
 
 @dataclass(frozen=True)

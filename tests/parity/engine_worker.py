@@ -1,8 +1,8 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
 Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
-ranks share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some updates,
-and the same for a run that was probed, stopped half-way, probed again and restored.
+ranks share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some
+updates, and the same for a run that was probed, stopped half-way, probed again and restored.
 """
 
 from __future__ import annotations

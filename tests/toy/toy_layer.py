@@ -1,6 +1,6 @@
 """A toy decoder layer: its cross-attention sub-layer C is mixed in by a learned gate g,
 
-    x + tanh(g) (C(x) - x).
+x + tanh(g) (C(x) - x).
 """
 
 from __future__ import annotations

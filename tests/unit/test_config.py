@@ -120,7 +120,7 @@ def test_exits_that_do_not_exist_are_refused() -> None:
     assert "must name exits n-m up to 6-6, but names 7-1" in sentence
     (sentence,) = problems(many[0], "objective.multi_softmax.exits=all", "layer.name=cross_attention_drop",
                            "layer.drop_depth=2")  # fmt: skip
-    assert "objective.multi_softmax" in sentence and "layer.drop_ratio=1" in sentence
+    assert "layer.name=cross_attention_drop leave that layer no cross-attention" in sentence
     assert "must be all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
 
 
@@ -134,7 +134,7 @@ def test_a_setting_of_another_name_says_which() -> None:
 
 def test_deep_shallow_search_needs_a_model_that_grows() -> None:
     (sentence,) = problems("search.name=deep_shallow")
-    assert "needs the two nets of model.name=depth_growing, but model.name is transformer" in sentence
+    assert "needs a model with the exits deep and shallow, but model.name=transformer has none such" in sentence
     assert load_config(settings=["search.name=deep_shallow", "model.name=depth_growing"])
 
 
@@ -144,7 +144,7 @@ def test_weights_that_train_nothing_are_refused() -> None:
     (sentence,) = problems(*small, weights + "={1-1: 0, 1-2: 0}")
     assert "must give one of the exits that are trained a weight above 0, but all of those of exits=all" in sentence
     (sentence,) = problems(*small, weights + "={1-2: 0}", "objective.multi_softmax.exits=1x1")
-    assert "all of those of exits=1x1 weigh nothing; raise that of 1-2" in sentence
+    assert "all of those of exits=1x1 have weight 0; raise that of 1-2" in sentence
     assert load_config(settings=[*small, weights + "={1-2: 0}"])
 
 

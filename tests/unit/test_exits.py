@@ -20,6 +20,7 @@ from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, bu
 from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests.support import batch_of
 
 V = Vocabulary(40)
 
@@ -28,7 +29,7 @@ def batch(update: int = 1) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 def transformer(norm: str = "pre", encoder: int = 3, decoder: int = 3) -> Transformer:
@@ -164,10 +165,10 @@ def test_search_decodes_from_an_exit() -> None:
     model = transformer().eval()
     source = batch().source_BS
     config = BeamConfig(beam=3)
-    found = BeamSearch(model.at_exit("2-1"), V.bos, V.eos, V.pad, config).search(source)
+    found = BeamSearch(config, model.at_exit("2-1"), V).search(source)
     small = transformer("pre", 2, 1)
     small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
-    assert found == BeamSearch(small.eval(), V.bos, V.eos, V.pad, config).search(source)
+    assert found == BeamSearch(config, small.eval(), V).search(source)
 
 
 @pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
@@ -200,7 +201,7 @@ def test_validation_counts_the_top_even_where_training_gives_it_no_weight() -> N
 def test_which_exits_are_trained() -> None:
     def trained(**settings: object) -> set[str]:
         config = MultiSoftmaxConfig.model_validate(settings)
-        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains(n, m, (2, 2))}
+        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains_exit(n, m, (2, 2))}
 
     assert trained() == {"1-1", "1-2", "2-1", "2-2"}
     assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}
