@@ -279,7 +279,7 @@ def test_a_translation_replaces_the_output_only_when_complete(
         patch.setattr("deepspeed_nmt.search.translate.translate_lines", interrupted)
         assert refused([*words, str(text)], capsys, status=130)
     assert text.read_text(encoding="utf-8") == before and not list(tmp_path.glob(".text*"))
-    assert "there is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)
+    assert "which is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)
     # The input itself may be the output.
     assert main([*words, str(text)]) == 0
     assert len(text.read_text(encoding="utf-8").split("\n")) == len(before.split("\n"))

@@ -91,7 +91,7 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     if recipe.startswith("abnet"):
         assert main([*words, "--exit", "top"]) == 0
         assert main([*words, "--run", str(run)]) == 2
-        assert "guesses masked tokens; give it alone" in capsys.readouterr().err
+        assert "predicts masked tokens; give it alone" in capsys.readouterr().err
         assert main([*words, "--nbest", "7"]) == 2
         assert "raise length_beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
