@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
     "planning": {"core"},
+    "sample": set(),
 }
 COMPOSITION = {"cli", "commands", "config", "inherit", "parity", "runs", "selftest", "__main__"}
 DISTRIBUTED = {"parallel"}
