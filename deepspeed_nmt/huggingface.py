@@ -1,7 +1,7 @@
-"""Shapes, weights and tokenizers of BERTs, loaded with `transformers`.
+"""Pretrained BERTs: shapes, weights and tokenizers, loaded through `transformers`.
 
-A BERT is a folder or a name on the Hugging Face hub. Only this module imports `transformers`, an optional package,
-and only when one of its functions is called.
+A BERT is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
+optional package; this one imports it when a function is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_nmt.errors import ConfigError
 
 EXTRA = "pip install 'transformers>=5,<6'"
-"""Command that installs the optional package."""
+"""Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
 
@@ -24,9 +24,9 @@ class TokenizerFile(NamedTuple):
     """Tokenizer of a BERT.
 
     Attributes:
-        content: JSON of the tokenizer, as `tokenizers` reads it.
-        special: indices of the special tokens by the names in :data:`SPECIAL`.
-        size: size of the vocabulary.
+        content: JSON of the tokenizer, in the format of `tokenizers`.
+        special: numbers of the special tokens, by the names in :data:`SPECIAL`.
+        size: number of tokens.
     """
 
     content: str
@@ -35,14 +35,17 @@ class TokenizerFile(NamedTuple):
 
 
 def load_shape(name: str, option: str) -> dict[str, Any]:
-    """Return the shape of a BERT: dim, layers, heads, ffn_dim, positions, norm_eps, activation.
+    """Load the shape of a BERT.
 
     Args:
         name: a folder, or a name on the hub.
-        option: option by which the user named it, for messages.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        A mapping with the keys dim, layers, heads, ffn_dim, positions, norm_eps and activation.
 
     Raises:
-        ConfigError: if it cannot be loaded, is no BERT, or is of a kind that is not supported.
+        ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
     """
     config = _load("AutoConfig", name, option, "config.json")
     if config.model_type != "bert":
@@ -63,36 +66,38 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
 
 
 def load_weights(name: str, option: str) -> dict[str, Tensor]:
-    """Return the weights of a BERT in fp32, by their names in `transformers`' BertForMaskedLM.
-
-    The weights of the output head are left out if the BERT was saved without it.
+    """Load the weights of a BERT.
 
     Args:
         name: a folder, or a name on the hub.
-        option: option by which the user named it, for messages.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        The weights in fp32, by their names in BertForMaskedLM of `transformers`. The head is absent if the model was
+        saved without it.
 
     Raises:
-        ConfigError: if they cannot be loaded, or some are missing.
+        ConfigError: if the weights cannot be loaded, or some are missing.
     """
     load_shape(name, option)
     model, info = _load("BertForMaskedLM", name, option, "weights", output_loading_info=True)
     missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
     if missing or info["mismatched_keys"]:
         first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
-        raise ConfigError(f"{option} must hold the weights of a whole BERT, but {name} lacks {first}; name another")
+        raise ConfigError(f"{option} must have all weights of a BERT, but {name} lacks {first}; name another")
     weights: dict[str, Tensor] = model.float().state_dict()
     return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
 
 
 def load_vocabulary(name: str, option: str) -> TokenizerFile:
-    """Return the tokenizer of a BERT.
+    """Load the tokenizer of a BERT.
 
     Args:
         name: a folder, or a name on the hub.
-        option: option by which the user named it, for messages.
+        option: setting or option that contains the name, for messages.
 
     Raises:
-        ConfigError: if it cannot be loaded, or lacks a special token.
+        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
     """
     tokenizer = _load("AutoTokenizer", name, option, "tokenizer")
     numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
@@ -106,17 +111,17 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
-    """Call ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
+    """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
 
     Args:
         kind: name of the class.
         name: a folder, or a name on the hub.
-        option: option by which the user named it, for messages.
-        what: what is loaded, for messages.
+        option: setting or option that contains the name, for messages.
+        what: content that is loaded, for messages.
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: if it fails for any reason.
+        ConfigError: if `transformers` is not installed, or the object cannot be loaded.
     """
     try:
         import transformers
@@ -125,7 +130,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
             f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
         ) from error
     local = Path(name).expanduser()
-    # berts/de is a name on the hub unless there is a folder berts
+    # "berts/de" is a name on the hub, unless there is a folder "berts".
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
     if not local.is_dir() and (looks_local or local.exists()):
         raise ConfigError(
@@ -138,7 +143,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
         if local.is_dir():
             return load(str(local), local_files_only=True, **options)
         return load(name, **options)
-    except Exception as error:  # files of other people may cause any error in transformers
+    except Exception as error:  # a damaged file can raise any error
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "

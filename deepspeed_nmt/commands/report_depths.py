@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.errors import ConfigError, DataError
     from deepspeed_nmt.evaluate.bleu import corpus_scores, sentence_bleu, tokenised_bleu
-    from deepspeed_nmt.evaluate.depths import cheapest, draw_depths, oracle, pareto_front
+    from deepspeed_nmt.evaluate.depths import cheapest, depth_table, draw_depths, oracle, pareto_front
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.files import check_text, text_lines
     from deepspeed_nmt.run.directory import Run
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = {depth.name: picks.count(number) for number, depth in enumerate(depths)}
         result["oracle"] = {"sentences": chosen, "bleu": score(best, [references]).bleu}
     draw_depths(depths, arguments.out)
-    output(json.dumps(result) if arguments.json else _table(depths, chosen, result))
+    output(json.dumps(result) if arguments.json else depth_table(depths, chosen, result))
     logger.info("picture: %s", arguments.out)
     return 0
 
@@ -184,19 +184,3 @@ def _measure(
             translated.append(hypotheses)
             logger.info("%s: BLEU %.2f, %.1f s", depths[-1].name, depths[-1].bleu, seconds)
     return depths, translated
-
-
-def _table(depths: list[Depth], chosen: dict[str, int], result: dict[str, object]) -> str:
-    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'  best for' if chosen else ''}".rstrip()]
-    for depth in depths:
-        best = f"{chosen[depth.name]:>10,}" if chosen else ""
-        lines.append(f"{depth.name:>7}{depth.bleu:>9.2f}{depth.seconds:>10.1f}{best}")
-    front = result["pareto_front"]
-    assert isinstance(front, list)
-    lines += ["", f"Pareto front: {', '.join(front)}"]
-    lines.append(f"fastest depth within {result['max_loss']} BLEU of the full depth: {result['cheapest']}")
-    if chosen:
-        picked = result["oracle"]
-        assert isinstance(picked, dict)
-        lines.append(f"BLEU with the best pair for each sentence: {picked['bleu']:.2f}")
-    return "\n".join(lines)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the files, and print their paths and sizes."""
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.data.sample import SPLITS, write_sample
+    from deepspeed_nmt.sample.corpus import SPLITS, write_sample
 
     write_sample(arguments.out, arguments.train, arguments.valid, arguments.test, arguments.seed)
     for name in SPLITS:

@@ -60,7 +60,7 @@ class ResolvedRun:
             f"kernels: {self.backends}",
         ]
         if any(self.recompute):
-            parts.append("recomputed: every {}. encoder and {}. decoder layer".format(*self.recompute))
+            parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
         return "; ".join(parts)
 
     def save(self, run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.sample import write_sample
+from deepspeed_nmt.sample.corpus import write_sample
 from tests.support import ROOT, run_ranks
 
 SETTINGS = [
