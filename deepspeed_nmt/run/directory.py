@@ -30,7 +30,7 @@ LOGS = "logs"
 ORIGIN_FILE = "origin.json"
 """Another run that the first weights came from."""
 
-# Settings that make a run what it is: they cannot change while it goes on.
+# Prefixes of settings that identify a run: they cannot change when it is resumed.
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 
 
@@ -120,7 +120,7 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
     now = _flat(config.model_dump(mode="json"))
     problems = [
-        f"{key} must stay {before.get(key, 'unset')} while {path} goes on, but is {now.get(key, 'unset')}; "
+        f"{key} must stay {before.get(key, 'unset')} when {path} is resumed, but is {now.get(key, 'unset')}; "
         "start a new run instead"
         for key in sorted(before.keys() | now.keys())
         if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)

@@ -17,8 +17,8 @@ class RunLock:
 
     Args:
         path: the run directory; made if need be.
-        patience_s: seconds to wait for another process that holds it: on network file systems a lost host's lock
-            lives on for a while.
+        patience_s: seconds to wait for another process that holds it: network file systems release the lock of a
+            lost host late.
 
     Raises:
         ConfigError: if another process holds it.

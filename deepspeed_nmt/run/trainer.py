@@ -59,7 +59,7 @@ class Job:
         data: to train on.
         origin: another run that the first weights come from, or None.
         world: the ranks.
-        stop: tells that somebody wants the run to stop.
+        stop: requests to stop.
         watchdog: is told what this rank is doing.
     """
 
@@ -79,7 +79,7 @@ class Job:
 
 
 def train_run(job: Job) -> Progress:
-    """Train until the end, or until asked to stop; after a rollback, go on from the checkpoint at once."""
+    """Train until the end, or until asked to stop; a rolled-back run resumes at once."""
     resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
     logger.info("%s", resolved)
     if job.world.is_main:
@@ -163,7 +163,7 @@ def _newest_checkpoint(store: CheckpointStore, world: World) -> Checkpoint | Non
 
 
 def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None) -> TranslationModel:
-    """Build the model with the weights that the run goes on or starts with, sliced over the ranks that share it.
+    """Build the model with the weights to resume or to start with, sliced over the ranks that share it.
 
     Raises:
         ConfigError: if frozen parts of it would keep random weights.

@@ -128,7 +128,7 @@ def check_origin(run: Path, origin: Origin) -> None:
         DataError: if ORIGIN_FILE cannot be read.
     """
     file = run / ORIGIN_FILE
-    remedy = f"leave {origin.option} out to go on, or start a new run with another --run directory"
+    remedy = f"leave {origin.option} out to resume, or start a new run with another --run directory"
     if not file.exists():
         raise ConfigError(f"{origin.option} is for the start of a run, but {run} has begun without it; {remedy}")
     record = read_record(file, ("run", "checkpoint", "frozen"))

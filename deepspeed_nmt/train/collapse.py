@@ -152,7 +152,7 @@ class CollapseMonitor:
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, whatever its "
+                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, regardless of its "
                 "training loss is. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )

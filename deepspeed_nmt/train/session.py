@@ -83,7 +83,7 @@ class Session:
         store: the run's checkpoints.
         metrics: the run's log.
         world: the ranks.
-        stop: tells that somebody wants the run to stop.
+        stop: requests to stop.
         watchdog: is told what this rank is doing.
         workload: cost of training, for perf/mfu; None where it is unknown.
     """

@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_origin_it_has(
     assert (
         f"began with --init-from {bottom.resolve()} --from-checkpoint best, but now" in error and str(other) in error
     )
-    assert "leave --init-from out to go on" in error
+    assert "leave --init-from out to resume" in error
     assert "but now --init-from is" in refused(*start, "--from-checkpoint", "last")
     assert "but now --grow-from is" in refused("--grow-from", str(bottom))
     assert "has begun without it" in refused(*start, where=words(data, other, *small))
