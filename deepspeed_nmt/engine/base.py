@@ -31,7 +31,7 @@ class UpdateResult:
     """What came of an update.
 
     Attributes:
-        sums: this rank's sums of "loss", "nll" and the objective's terms (fp32 scalars, still on the device).
+        sums: this rank's sums of "loss", "nll" and the objective's metrics (fp32 scalars, still on the device).
         grad_norm: before clipping; infinite or NaN if ``skipped``.
         skipped: the gradient was not finite, so the weights were left as they are.
         loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
