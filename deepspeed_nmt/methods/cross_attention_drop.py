@@ -21,7 +21,7 @@ Deviations from the paper:
 - The two indicator functions printed in section 3.3 do not add up to the sentence below them. The sentence is
   implemented.
 - A layer with p_l = 1.0 has no cross-attention at all, neither parameters nor cache. The parameter counts of Table 1
-  require this.
+  can only be reached in this way.
 
 Legend: T target length, D model width, P passes, B sentences.
 """

@@ -13,8 +13,8 @@ enc2 and dec2:
 x and y are the embedded tokens (scaled, with positions and dropout). The second argument of a decoder is the memory
 of its cross-attention. r is a LayerNorm, one for each side, that is trained with the top.
 
-Embeddings, enc1, dec1 and the output projection are frozen. They have neither gradients nor optimizer state, and run
-without autograd. A pre-norm bottom keeps its final LayerNorm, and the top has its own.
+Embeddings, enc1, dec1 and the output projection are frozen: they have neither gradients nor optimizer state. The
+bottom runs without autograd. A pre-norm bottom keeps its final LayerNorm, and the top has its own.
 
 The model has two exits, which share the output projection: ``shallow`` (enc1 and dec1, the bottom itself) and
 ``deep``. Stage 2 minimises the loss of the deep exit only, and does not compute shallow logits.

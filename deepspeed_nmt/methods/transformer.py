@@ -82,8 +82,9 @@ class TransformerShape(ModelConfig):
                 f"use {' or '.join(map(str, nearest))} heads"
             )
         if self.norm == "deepnorm" and self.init != "xavier":
-            raise ValueError(f"init must be xavier if norm is deepnorm, which has its own, but is {self.init}; set
-            init=xavier")
+            raise ValueError(
+                f"init must be xavier if norm is deepnorm, which has its own, but is {self.init}; set init=xavier"
+            )
         return self
 
     def custom_layers(self) -> tuple[str, int] | None:
