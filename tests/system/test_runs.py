@@ -49,7 +49,15 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_is_promised(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
-        *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+        *(
+            "config.yaml",
+            "data.json",
+            "environment.json",
+            "resolved.json",
+            "metrics.jsonl",
+            "tensorboard",
+            "checkpoints",
+        ),
         *("vocabulary.model", "vocabulary.json", "logs", ".lock"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
