@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
 }
 
 
-def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[str, ...]) -> TrainModule:
+def build(arguments: argparse.Namespace, layer: dict[str, float], regularizers: tuple[str, ...]) -> TrainModule:
     """A model and an objective; ``layer`` gives the share of decoder layers without cross-attention."""
     vocabulary = Vocabulary(arguments.vocab)
     torch.manual_seed(1)
@@ -48,7 +48,7 @@ def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[s
     likelihood = LIKELIHOODS["label_smoothed"]
     objective = Objective(
         likelihood.build(likelihood.config(), vocabulary),
-        [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in terms],
+        [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in regularizers],
     )
     return TrainModule(model, objective).to(arguments.device).train()
 
