@@ -1,4 +1,4 @@
-"""BLEU and time of a model at each depth: the Pareto front, the cheapest sufficient depth, an oracle over depths."""
+"""BLEU and time of a model at each depth: Pareto front, fastest sufficient depth, and oracle over depths."""
 
 from __future__ import annotations
 

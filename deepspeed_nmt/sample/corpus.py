@@ -116,7 +116,10 @@ class Author:
         """Return a clause with a time of this probability, perhaps negated and with a place.
 
         Args:
-            subject: a given one, or None to choose one that suits the verb.
+            verbs: to choose from.
+            tenses: to choose from.
+            subject: None to choose one that suits the verb.
+            time: probability of a time.
         """
         verb, tense = self.pick(verbs), self.pick(tenses)
         subject = subject or self.subject(verb.subjects)

@@ -128,6 +128,10 @@ def clause(subject: NounPhrase, verb: Verb, tense: Tense, parts: list[Part], neg
     """Return the clause of a subject, a verb and its other parts in English order.
 
     Args:
+        subject: in any person.
+        verb: of the clause.
+        tense: of the verb.
+        parts: objects, places and times, in English order.
         negative: True for "not"; a German negation is one of the parts.
     """
     person, simple = subject.person, tense in (Tense.PRESENT, Tense.PAST)

@@ -198,7 +198,7 @@ def test_a_fine_tuned_run_is_the_same_network(
     capsys.readouterr()
     onto = ["--init-from", str(first)]
     assert main([*train("bert_parallel_frozen", prepared, tmp_path / "tuned", berts, *last), *onto]) == 0
-    assert "trained as another network" not in capsys.readouterr().err
+    assert "trained in a different network" not in capsys.readouterr().err
     lines = (data.parent / "text/train.de").read_text(encoding="utf-8").splitlines()
     deeper = make_bert(tmp_path / "deeper", lines, 1, 350, layers=4)
     shutil.copy(berts[1] / "vocab.txt", deeper)  # learning it again may give another order
