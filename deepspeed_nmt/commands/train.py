@@ -97,7 +97,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
         if stop.agreed:
             logger.info(
-                "stopped by %s after update %d; start the same command again to go on",
+                "stopped by %s after update %d; start the same command again to resume",
                 stop.signal_name,
                 progress.update,
             )

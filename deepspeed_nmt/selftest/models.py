@@ -175,11 +175,11 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         (micro-batches of a rank), "skipped", "terms" (further sums per target token); and "cursor", the
         position after the last update.
     """
-    losses, norms, counts, skipped, terms = [], [], [], [], []
+    losses, norms, counts, skipped, metrics = [], [], [], [], []
     for update in loader.updates(cursor, first):
         result = engine.update(update.micro_batches, update.target_tokens, 3e-3 * min(1.0, update.number / 5))
         total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
-        terms.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
+        metrics.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
         losses.append(total["loss"] / update.target_tokens)
         norms.append(result.grad_norm)
         counts.append(len(update.micro_batches))
@@ -187,4 +187,4 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         cursor = update.after
         if update.number == last:
             break
-    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "terms": terms, "cursor": cursor}
+    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics, "cursor": cursor}

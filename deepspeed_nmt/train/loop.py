@@ -206,5 +206,5 @@ def _save(session: Session, progress: Progress, best: bool, saved_at: int, *, mu
         with fail_together(world):
             raise OSError(message)
     if world.is_main:
-        logger.error("%s; training goes on", message)
+        logger.error("%s; training continues", message)
     return saved_at

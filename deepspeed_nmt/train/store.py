@@ -126,7 +126,7 @@ class CheckpointStore:
             return Checkpoint(best)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}; use {option} last, the newest that is good, or start `train` again, which goes on from it"
+                f"{error}; use {option} last, the newest that is good, or start `train` again, which resumes from it"
             ) from error
 
     def _empty(self) -> CheckpointError:

@@ -134,7 +134,7 @@ def test_a_setting_of_another_name_says_which() -> None:
 
 def test_deep_shallow_search_needs_a_model_that_grows() -> None:
     (sentence,) = problems("search.name=deep_shallow")
-    assert "needs a model with the exits deep and shallow, but model.name=transformer has none such" in sentence
+    assert "needs a model with the exits deep and shallow, but model.name=transformer does not have them" in sentence
     assert load_config(settings=["search.name=deep_shallow", "model.name=depth_growing"])
 
 
