@@ -152,8 +152,8 @@ class CollapseMonitor:
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, whatever its "
-                "training loss is. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                f"(guessing: {guessing:.2f}) after {bad} bad measurements in a row, and its training loss does not "
+                "show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
         else:
@@ -161,7 +161,7 @@ class CollapseMonitor:
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
                 f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
-                f"be near 0 however low its loss. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
+                f"be near 0 even if its loss is low. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
                 "model.decoder_layers"
             )
         message = f"update {update}: {what}"
