@@ -189,7 +189,7 @@ class TranslationModel(DecodableModel):
         }
 
     def source_mask(self, source_BS: Tensor, padded: bool) -> Tensor | None:
-        """Return the mask of a :class:`Memory`: True for positions that are not padding; None if none is padding.
+        """Return the mask of a :class:`Memory`; None if ``padded`` is False.
 
         Shape: (B,S) -> (B,1,1,S)
         """

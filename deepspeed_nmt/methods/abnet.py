@@ -23,8 +23,7 @@ be comparable per token. The choice of tokens is a function of (seed, update, se
 Differences from the authors' experiments on IWSLT14, whose settings are not reproduced here:
 
 - All adapters are pre-norm; theirs are post-norm in the decoder.
-- Cross-attention has as many heads as the BERT; theirs has 4. Adapters are 2,048 wide by default; theirs 512 on
-  IWSLT.
+- Cross-attention has as many heads as the BERT; theirs has 4. Adapters are 2,048 wide by default; theirs are 512.
 - The length is read at [CLS]; they put a learned length token before the source.
 - Every masked token becomes [MASK]; they replace 80% by [MASK] and 10% by random tokens, and also mask 10% of the
   source in spans.
@@ -151,10 +150,7 @@ class AdaptedEncoderLayer(nn.Module):
         self.adapter_residual = parts.residual(shape, config, "pre")
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Apply the frozen layer and the adapter. An encoder caches nothing.
-
-        Shape: (B,S,D) -> (B,S,D)
-        """
+        """Apply the frozen layer and the adapter. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         return feed_forward_sublayer(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
 
 
@@ -182,10 +178,7 @@ class AdaptedDecoderLayer(CrossAttending):
         return self.layer.feed_forward_residual
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Apply the layer to whole sentences; there is no cache.
-
-        Shape: (B,T,D) -> (B,T,D)
-        """
+        """Apply the layer to whole sentences, without a cache. Shape: (B,T,D) -> (B,T,D)."""
         bidirectional = Context(mask=context.target_mask)
         if not self.parallel:
             x_BTD = cross_attention_sublayer(
@@ -203,10 +196,6 @@ class AdaptedDecoderLayer(CrossAttending):
 
 class AbNet(TranslationModel):
     """Model that predicts masked tokens. Built by :func:`build_abnet`.
-
-    Args:
-        config: settings.
-        vocabulary: vocabulary of the target, and of the source.
 
     Attributes:
         mask: token that replaces tokens to be predicted.
@@ -255,10 +244,7 @@ class AbNet(TranslationModel):
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Compute the decoder states of [CLS] y [SEP], some of whose tokens are masked. Attention is bidirectional.
-
-        Shape: (B,T) -> (B,T,D)
-        """
+        """Compute the states of [CLS] y [SEP] with masked tokens, bidirectionally. Shape: (B,T) -> (B,T,D)."""
         seen_BT = target_input_BT.ne(self.pad)
         seen_BT[:, 0] = True
         context = Context(memory.mask, memory.states_BSD, draw, target_mask=seen_BT[:, None, None, :])
@@ -266,10 +252,7 @@ class AbNet(TranslationModel):
         return states
 
     def lengths(self, memory: Memory) -> Tensor:
-        """Compute the logits of the number of target tokens, without [CLS] and [SEP].
-
-        Shape: -> (B,L)
-        """
+        """Compute the logits of the number of target tokens, without [CLS] and [SEP]. Shape: -> (B,L)."""
         logits_BL: Tensor = self.length(memory.states_BSD[:, 0])
         return logits_BL
 
@@ -361,10 +344,7 @@ def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDec
 
 
 def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
-    """Choose the target tokens to mask, never EOS or padding.
-
-    Shape: -> bool (B,T), as ``batch.target_output_BT``
-    """
+    """Choose the tokens of ``batch.target_output_BT`` to mask, never EOS or padding. Shape: -> bool (B,T)."""
     output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
     seed, update = batch.update.seed, batch.update.number
     words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
@@ -377,12 +357,7 @@ def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
 
 
 class MaskedTokens:
-    """Cross-entropy of masked tokens, and of the target's length.
-
-    Args:
-        config: settings.
-        vocabulary: vocabulary of the target.
-    """
+    """Cross-entropy of masked tokens, and of the target's length. Built by :func:`build_masked_tokens`."""
 
     def __init__(self, config: MaskedTokensConfig, vocabulary: Vocabulary) -> None:
         self.smoothing, self.length_weight = config.smoothing, config.length_weight
