@@ -172,7 +172,7 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
     Returns:
         Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
-        (micro-batches of a rank), "skipped", "terms" (further sums per target token); and "cursor", the
+        (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and "cursor", the
         position after the last update.
     """
     losses, norms, counts, skipped, metrics = [], [], [], [], []
