@@ -1,7 +1,7 @@
 """Python programs that tests start, in milliseconds where a real start takes eight seconds.
 
 One server (`multiprocessing`'s fork server) imports the package and the libraries it uses, once per test session, and
-forks itself for each program. What it forks is a process like any other: its own pid, environment, output, exit status
+forks itself for each program. A fork is a process like any other, with its own pid, environment, output, exit status
 and signals. It differs from a real start in three ways, so that launchers, SLURM and the lost-launcher tests start
 Python for real: its parent is the server, all programs share one seed of string hashes, and its command line as `ps`
 shows it is the server's.
