@@ -48,16 +48,17 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
+    from deepspeed_nmt.build import build_model, build_objective
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.core.objective import TrainModule
     from deepspeed_nmt.core.vocabulary import Vocabulary
+    from deepspeed_nmt.data.batching import BatchConfig
     from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
     from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-    from deepspeed_nmt.data.plan import BatchConfig
     from deepspeed_nmt.engine import build_engine
+    from deepspeed_nmt.engine.settings import resolve_engine
     from deepspeed_nmt.parallel.collectives import gather_lists
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import build_model, build_objective
     from deepspeed_nmt.train.optimizer import build_optimizer
 
     world = join_world("cpu", timeout_s=1200)
@@ -81,7 +82,7 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     layers = (config.model.model_dump()["encoder_layers"], config.model.model_dump()["decoder_layers"])
     optimizer = build_optimizer(config.optimizer, module)
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-    engine = build_engine(config.engine, module, optimizer, 1.0, world, dummy)
+    engine = build_engine(resolve_engine(config.engine, 1.0, world), module, optimizer, world, dummy)
     if world.is_main:
         say(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
     for update in loader.updates(Cursor(), 1):

@@ -5,7 +5,7 @@
 Each operation is run forwards and backwards, in turns by every backend that is there: torch, torch.compile, Triton,
 apex, Liger. Bandwidth is what an operation must read and write at the least, over the time it takes, as a share of
 the bandwidth of a copy measured in the same run. The GPU's cache is flushed before each measurement. At the end
-stands the line for `deepspeed_nmt.kernels.dispatch.MEASURED`: the fastest of torch, Triton and apex.
+stands the line for `deepspeed_nmt.kernels.backends.MEASURED`: the fastest of torch, Triton and apex.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.engine.base import DTYPES
-from deepspeed_nmt.kernels import dispatch, torch_ops
+from deepspeed_nmt.kernels import backends, torch_ops
 from deepspeed_nmt.kernels.rows import ChunkRows
 
 ROUNDS = 15
@@ -158,12 +158,12 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     fastest: dict[str, str] = {}
     for operation, case in cases(arguments, dtype):
-        backends: dict[str, Callable[..., Any]] = {
-            each: dispatch._load(operation, each)
-            for each in dispatch.OPERATIONS[operation]
-            if dispatch.missing(operation, each, torch.device("cuda"), dtype) is None
+        ours: dict[str, Callable[..., Any]] = {
+            each: backends.load(operation, each)
+            for each in backends.OPERATIONS[operation]
+            if backends.obstacle(operation, each, torch.device("cuda"), dtype) is None
         }
-        runs = {each: run(case, function) for each, function in {**backends, **others(operation)}.items()}
+        runs = {each: run(case, function) for each, function in {**ours, **others(operation)}.items()}
         taken: dict[str, list[float]] = {each: [] for each in runs}
         for number in range(ROUNDS + 2):
             for each, once in runs.items():
@@ -171,10 +171,10 @@ def main() -> None:
                 if number > 1:  # the first ones compile
                     taken[each].append(elapsed)
         middle = {each: statistics.median(times) for each, times in taken.items()}
-        fastest[operation] = min(backends, key=lambda each, m=middle: m[each])  # type: ignore[misc]
+        fastest[operation] = min(ours, key=lambda each, m=middle: m[each])  # type: ignore[misc]
         for each, spent in middle.items():
             share = case.moved * dtype.itemsize / spent / 1e6 / bandwidth
-            off = f"{error(operation, backends[each], dtype):.1e}" if each in backends else "-"
+            off = f"{error(operation, ours[each], dtype):.1e}" if each in ours else "-"
             table.append({"operation": operation, "backend": each, "ms": spent, "share": share, "error": off})
             ratio = middle["torch"] / spent
             write(f"{operation:<28} {each:<8} {spent:8.3f} ms {ratio:5.2f} x torch {share:6.1%} of copy, ")

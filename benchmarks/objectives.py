@@ -17,7 +17,7 @@ from timing import parser, random_batch, seconds
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, TERMS
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, REGULARIZERS
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 
 VARIANTS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
@@ -48,7 +48,7 @@ def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[s
     likelihood = LIKELIHOODS["label_smoothed"]
     objective = Objective(
         likelihood.build(likelihood.config(), vocabulary),
-        [TERMS[name].build(TERMS[name].config(), vocabulary) for name in terms],
+        [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in terms],
     )
     return TrainModule(model, objective).to(arguments.device).train()
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_nmt.build import build_kernels
 from deepspeed_nmt.cli import main as deepspeed_nmt
-from deepspeed_nmt.commands.planner import Planner, precision_of
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.engine.settings import resolve_engine_for
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
+from deepspeed_nmt.run.resolve import make_planner
 
 
 def main() -> None:
@@ -42,7 +44,10 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
     vocabulary = DataDirectory.open(arguments.data).tokenizer().vocabulary
     config = load_config(arguments.recipe, settings=arguments.settings)
-    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, gpu.capability)
+    engine = resolve_engine_for(
+        config.engine, config.optimizer.clip_norm, ranks=1, data_ranks=1, native=gpu.precision
+    )
+    planner = make_planner(config, vocabulary, engine, 1, build_kernels(config).planned_for(gpu.capability))
     plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2

@@ -24,17 +24,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
 from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -132,7 +134,11 @@ def torch_dropout() -> Iterator[None]:
 @contextmanager
 def all_logits() -> Iterator[None]:
     """The loss in torch's own steps inside."""
-    with mock.patch.object(label_smoothed, "projected_cross_entropy", projected_cross_entropy_ref):
+
+    def reference(*arguments: Any, kernels: Kernels, **options: Any) -> Any:
+        return projected_cross_entropy_ref(*arguments, **options)
+
+    with mock.patch.object(label_smoothed, "projected_cross_entropy", reference):
         yield
 
 
@@ -158,7 +164,16 @@ def batches(count: int) -> Iterator[Batch]:
             for _ in range(2)
         )
         tokens = int(lengths.sum())
-        yield Batch(source, target, target, torch.arange(rows), tokens, tokens, 0, 1, number, 0, tokens, rows)
+        yield Batch(
+            source_BS=source,
+            target_input_BT=target,
+            target_output_BT=target,
+            sentence_ids_B=torch.arange(rows),
+            source_tokens=tokens,
+            target_tokens=tokens,
+            pad=vocabulary.pad,
+            update=UpdateInfo(seed=1, number=number, tokens=tokens, sentences=rows),
+        )
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
 
 LENGTH = 32
@@ -32,7 +32,16 @@ def random_batch(arguments: argparse.Namespace, update: int) -> Batch:
     rows = max(1, arguments.tokens // LENGTH)
     source, target = (torch.randint(4, arguments.vocab, (rows, LENGTH), generator=generator) for _ in range(2))
     count = rows * LENGTH
-    made = Batch(source, target, target, torch.arange(rows), count, count, 0, 1, update, 0, count, rows)
+    made = Batch(
+        source_BS=source,
+        target_input_BT=target,
+        target_output_BT=target,
+        sentence_ids_B=torch.arange(rows),
+        source_tokens=count,
+        target_tokens=count,
+        pad=0,
+        update=UpdateInfo(seed=1, number=update, tokens=count, sentences=rows),
+    )
     return made.to(torch.device(arguments.device))
 
 

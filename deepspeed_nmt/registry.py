@@ -1,12 +1,12 @@
-"""Named parts of a run: a name leads to the part's configuration class and to the function that builds it.
+"""Named parts of a run: a name leads to a configuration class and to the function that builds the part.
 
-Tables are written out where they are owned (``deepspeed_nmt/methods/__init__.py``); nothing registers itself by
-being imported.
+The tables are written out where they are owned (``deepspeed_nmt/methods/__init__.py``, ``deepspeed_nmt/search``);
+importing a module registers nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -22,30 +22,47 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    def resolved(self, before: Config | None = None) -> Config:
-        """With what the files say that it names; ``before`` is what a run began with. As it is, where it names none.
 
-        Raises:
-            ConfigError: if a file cannot be read.
-        """
-        return self
+@dataclass(frozen=True)
+class SelfTest:
+    """A small run that `selftest` trains under every engine, where a part does something of its own.
+
+    Attributes:
+        name: shown in the table of `selftest`; methods that are tested together share one case.
+        settings: of the run, nested by section as in YAML. Dropout is 0 unless the comparison asks for some.
+        quick: True for the case that `selftest --quick` trains.
+    """
+
+    name: str
+    settings: Mapping[str, Mapping[str, Any]]
+    quick: bool = False
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One row of a registry."""
+    """One row of a registry.
+
+    Attributes:
+        name: by which a configuration names the part.
+        config: its settings.
+        build: makes the part; its arguments are those of the registry's kind.
+        selftest: the case that covers it in `selftest`; None if another part's case does.
+        collapse_remedy: settings to try when a decoder ignores its source; "" if the part is no remedy.
+    """
 
     name: str
     config: type[Config]
     build: Callable[..., T]
+    selftest: SelfTest | None = None
+    collapse_remedy: str = ""
 
 
 class Registry(Generic[T]):
-    """An immutable table of named parts.
+    """A table of named parts.
 
     Args:
         kind: what the parts are, for messages ("model", "objective", ...).
-        entries: the rows.
+        entries: the rows; the first one is the default.
 
     Raises:
         AssertionError: if two rows share a name.
@@ -55,16 +72,41 @@ class Registry(Generic[T]):
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
         for entry in entries:
-            assert entry.name not in self._entries, f"two {kind}s are named '{entry.name}'"
-            self._entries[entry.name] = entry
+            self.add(entry)
+
+    def add(self, entry: Entry[T]) -> None:
+        """Add a row.
+
+        Raises:
+            AssertionError: if there is a row of that name.
+        """
+        assert entry.name not in self._entries, f"two {self.kind}s are named '{entry.name}'"
+        self._entries[entry.name] = entry
+
+    @property
+    def default(self) -> str:
+        """Name of the part that is used where none is named."""
+        return next(iter(self._entries))
+
+    @property
+    def entries(self) -> tuple[Entry[T], ...]:
+        """All rows, in order."""
+        return tuple(self._entries.values())
 
     def __getitem__(self, name: Any) -> Entry[T]:
-        """Raises ConfigError, with a suggestion, when there is no such name."""
-        if name not in self._entries:
+        """Return the row called ``name``.
+
+        Raises:
+            ConfigError: if there is none, with a suggestion.
+        """
+        if name not in self:
             raise ConfigError(
                 f"{self.kind}.name must be a known {self.kind}, but is '{name}'{did_you_mean(str(name), self)}"
             )
         return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.tokenizer import EOS
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -70,6 +72,30 @@ def run_ranks(
         for rank, (process, output) in enumerate(done)
     )
     return outputs
+
+
+def batch_of(
+    source_BS: Tensor,
+    target_input_BT: Tensor,
+    target_output_BT: Tensor,
+    *,
+    ids: list[int] | None = None,
+    pad: int = 0,
+    seed: int = 1,
+    update: int = 1,
+) -> Batch:
+    """A batch that is a whole update."""
+    rows, target_tokens = len(source_BS), int(target_output_BT.ne(pad).sum())
+    return Batch(
+        source_BS=source_BS,
+        target_input_BT=target_input_BT,
+        target_output_BT=target_output_BT,
+        sentence_ids_B=torch.arange(rows) if ids is None else torch.tensor(ids),
+        source_tokens=int(source_BS.ne(pad).sum()),
+        target_tokens=target_tokens,
+        pad=pad,
+        update=UpdateInfo(seed=seed, number=update, tokens=target_tokens, sentences=rows),
+    )
 
 
 def random_corpus(

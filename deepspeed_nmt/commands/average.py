@@ -11,7 +11,7 @@ HELP = "average a run's last checkpoints"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Declare the command's options."""
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
     parser.add_argument("--last", type=int, required=True, metavar="N", help="how many of the newest checkpoints")
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Average."""
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
     store = Run.open(arguments.run).checkpoints
     names = store.names()

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepspeed_nmt.core.model import TranslationModel
     from deepspeed_nmt.evaluate.depths import Depth
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
 _WARM_UP_SENTENCES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the report."""
+    """Declare the report's options."""
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
     parser.add_argument("--checkpoint", default="best", metavar="C", help="best, last, average, or a path [best]")
     parser.add_argument("--input", type=Path, required=True, metavar="F", help="source text")
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.evaluate.depths import cheapest, draw_depths, oracle, pareto_front
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.files import check_text, text_lines
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
     for path in (arguments.input, arguments.reference):
         check_text(path)
@@ -107,17 +107,17 @@ def _check_stages(run: Run, stages: tuple[int, int]) -> None:
     from deepspeed_nmt.errors import ConfigError
 
     if stages == (1, 1):
-        grown = run.config.model.model_dump()["name"] == "depth_growing"
-        what = "was grown; translate with --exit shallow and --exit deep" if grown else "has one stage on each side"
+        named = run.config.model.named_exits
+        what = f"has the exits {' and '.join(named)}; translate with --exit" if named else "has one on each side"
         raise ConfigError(
-            "report depths needs a run with several stages, which are the layers of model.name=transformer or the "
-            f"loops of model.name=recurrent, but {run.path} {what}"
+            "report depths needs a run with several stages (layers, or loops over shared layers), but "
+            f"{run.path} {what}"
         )
     names = [exit_name(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
     trained = [name for name in names if run.trained_at(name, stages)]
     if len(trained) < len(names):
         logger.warning(
-            "%s was trained at %d of its %d depths only (%s); objective.multi_softmax trains others",
+            "%s was trained at %d of its %d depths only (%s); expect bad translations at the others",
             run.path,
             len(trained),
             len(names),

@@ -16,13 +16,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.selftest import Row
+    from deepspeed_nmt.selftest.compare import Row
 
 HELP = "compare all engines on this machine or cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Declare the command's options."""
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to start [GPUs of this machine, or 2]")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one method instead of all")
@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, or be one of them."""
     import os
 
-    from deepspeed_nmt.parallel.launched import once_a_host, place
+    from deepspeed_nmt.parallel.launched import once_per_host, place
 
     launched = place().ranks
-    with once_a_host():
+    with once_per_host():
         _check(arguments, launched)
     if launched == 1 and "RANK" not in os.environ:
         return _start(arguments)
@@ -110,16 +110,16 @@ def _be_one(arguments: argparse.Namespace) -> int:
     import torch
 
     from deepspeed_nmt.console import output, setup_logging
-    from deepspeed_nmt.kernels.dispatch import describe
+    from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.selftest import rows
+    from deepspeed_nmt.selftest.compare import rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)
     setup_logging(world.rank)
     try:
         if world.is_main and not arguments.json:
-            output(f"kernels: {describe(world.device, torch.float32)}")
+            output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
         for row in rows(world, quick=arguments.quick):
             failed += not row.passed

@@ -1,4 +1,4 @@
-"""Train a model, or go on with a run that was stopped.
+"""Train a model, or resume a run that was stopped.
 
 Runs under plain `python`, `torchrun`, `srun`, and the `deepspeed` launcher, on GPUs or CPU ranks:
 
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 from deepspeed_nmt.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.commands.training import Origin
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.run.warm_start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
-HELP = "train a model, or go on with a run"
+HELP = "train a model, or resume a run"
 
-_LOCK_LIVES_ON_S = 300.0
-"""So long a network file system may take to notice that a host is lost that held a lock."""
+_LOST_LOCK_S = 300.0
+"""Seconds that a network file system may take to release the lock of a lost host."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Declare the command's options."""
     parser.add_argument("--recipe", metavar="NAME", help="a named experiment to start from")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with settings, on top of the recipe")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="made by `prepare`")
@@ -45,48 +45,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
-    from deepspeed_nmt.train.signals import StopRequest, tell_done
+    from deepspeed_nmt.train.signals import StopRequest, mark_done
 
     with StopRequest() as stop:
         status = _train(arguments, stop)
     if status == 0:
-        tell_done()
+        mark_done()
     return status
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
-    from deepspeed_nmt.commands.training import Job, train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
-    from deepspeed_nmt.parallel.agreement import together
-    from deepspeed_nmt.parallel.launched import build_apart, once_a_host, requeued
+    from deepspeed_nmt.parallel.agreement import fail_together
+    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
+    from deepspeed_nmt.run.directory import LOGS, begin
+    from deepspeed_nmt.run.environment import environment, summary
+    from deepspeed_nmt.run.lock import RunLock
+    from deepspeed_nmt.run.trainer import Job, train_run
 
-    with once_a_host():
-        build_apart()
+    with once_per_host():
+        isolate_extension_builds()
         config, data, origin = _read(arguments)
     if config.engine.silent_s > 0.0:
-        # NCCL would abort the process before the watchdog can say whose fault it is.
+        # NCCL would abort the process before the watchdog can name the rank at fault.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     engine = config.engine
     world = join_world(engine.device, engine.timeout_s, engine.tensor_parallel, lambda: stop)
     setup_logging(world.rank)
     if config.engine.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS is only repeatable with a fixed workspace
+        # cuBLAS is only repeatable with a fixed workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.engine.deterministic)
     lock = None
     try:
-        with together(world):
+        with fail_together(world):
             if world.is_main:
-                lock = RunLock(arguments.run, _LOCK_LIVES_ON_S if requeued() else 0.0)
+                lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
                 data.verify_hashes()
                 begin(arguments.run, config, data)
-        with together(world):
+        with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
             logger.info("%s", summary(environment()))
@@ -116,17 +117,16 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
-    """What the command line asks for; nothing is written.
+    """Read what the command line asks for; nothing is written.
 
     Raises:
-        UserError: if that cannot be, or cannot be read.
+        UserError: if options contradict each other, or a file cannot be read.
     """
-    from deepspeed_nmt.commands.training import Origin
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.inherit import check_origin
-    from deepspeed_nmt.runs import CONFIG_FILE, has_begun
+    from deepspeed_nmt.run.directory import CONFIG_FILE, has_begun
+    from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     source = arguments.init_from or arguments.grow_from
     if arguments.from_checkpoint is not None and source is None:
@@ -135,10 +135,9 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
     if arguments.recipe is None and base is None and begun:
-        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
+        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on with the run's own settings
     if begun and origin is not None:
-        check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
+        check_origin(arguments.run, origin)
     config = load_config(arguments.recipe, base, arguments.settings)
     before = load_config(file=arguments.run / CONFIG_FILE) if begun else None
-    config = config.resolved(before)
-    return config, DataDirectory.open(arguments.data), origin
+    return config.resolved(before), DataDirectory.open(arguments.data), origin

@@ -182,4 +182,4 @@ class TranslationModel(DecodableModel):
     def forward(self, batch: Batch) -> Tensor:
         """Decoder states at the top, teacher-forced. Shape: -> (B,T,D)"""
         memory = self.encode(batch.source_BS, padded=batch.source_padded)
-        return self.decode(batch.target_input_BT, memory, Draw(batch.seed, batch.update))[0]
+        return self.decode(batch.target_input_BT, memory, Draw(batch.update.seed, batch.update.number))[0]

@@ -37,7 +37,7 @@ class LossOutput(NamedTuple):
 class Likelihood(Protocol):
     """How well predictions fit the references."""
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """Ask for exits; in training only. Validation reads the top."""
 
     def __call__(
@@ -50,7 +50,7 @@ class Likelihood(Protocol):
         """
 
 
-class Term(Protocol):
+class Regularizer(Protocol):
     """Something added to the likelihood.
 
     Attributes:
@@ -63,7 +63,7 @@ class Term(Protocol):
     weight: float
     every: int
 
-    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
         """Ask for passes; the function returned takes the states of all passes to this term's value.
 
         The value is summed so that divided by the update's target tokens it is what the paper defines. None: nothing
@@ -79,19 +79,19 @@ class Objective:
         terms: what else is minimised; those of weight 0 are left out, with their passes.
     """
 
-    def __init__(self, likelihood: Likelihood, terms: Sequence[Term] = ()) -> None:
+    def __init__(self, likelihood: Likelihood, regularizers: Sequence[Regularizer] = ()) -> None:
         self._likelihood = likelihood
-        self._terms = tuple(term for term in terms if term.weight > 0.0)
+        self._regularizers = tuple(each for each in regularizers if each.weight > 0.0)
 
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """The loss of a micro-batch."""
         passes = Passes(model, batch)
-        due = [term for term in self._terms if model.training and batch.update % term.every == 0]
-        finish = [(term, value) for term in due if (value := term.plan(passes)) is not None]
+        due = [term for term in self._regularizers if model.training and batch.update.number % term.every == 0]
+        finish = [(term, value) for term in due if (value := term.request_passes(passes)) is not None]
         if model.training:
-            self._likelihood.plan(passes)
+            self._likelihood.request_passes(passes)
         states = passes.run()
-        predicting = states[:1] if passes.twin is None else [states[0], states[passes.twin]]
+        predicting = states[:1] if passes.paired_pass is None else [states[0], states[passes.paired_pass]]
         loss, nll, reported = self._likelihood(model, predicting, batch, passes.divergence)
         terms = dict(reported)
         for term, value in finish:

@@ -38,7 +38,7 @@ class Passes:
         self.model = model
         self.batch = batch
         self.encoder_exits, self.decoder_exits = ([stage] for stage in model.stages)
-        self.twin: int | None = None
+        self.paired_pass: int | None = None
         self.divergence = 0.0
         self._sources_BS = [batch.source_BS]
         self._source_of_pass = [0]
@@ -68,7 +68,7 @@ class Passes:
         if blocks != list(range(encoders * sources)):
             first_X = torch.tensor(blocks, device=batch.source_BS.device) * rows
             memory = memory.select((first_X.unsqueeze(1) + torch.arange(rows, device=first_X.device)).flatten())
-        draw = Draw(batch.seed, batch.update, tuple(range(passes)) * encoders)
+        draw = Draw(batch.update.seed, batch.update.number, tuple(range(passes)) * encoders)
         states = model.decode(batch.target_input_BT.repeat(len(blocks), 1), memory, draw, self.decoder_exits)
         found: list[dict[str, Tensor]] = [{} for _ in range(passes)]
         for decoder_exit, states_XTD in zip(self.decoder_exits, states, strict=True):

@@ -13,95 +13,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Protocol
 
 import torch
-from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels import dispatch
-from deepspeed_nmt.registry import Config
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
-
-def _recompute(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"must be auto or a whole number from 0 up, but is {value!r}")
-    return value
-
-
-def _kernels(value: object) -> object:
-    if isinstance(value, str):
-        dispatch.parse(value, "it")
-    return value
-
-
-Kernels = Annotated[str, BeforeValidator(_kernels)]
-Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square, by torch's names."""
-
-
-class EngineConfig(Config):
-    """How updates are carried out."""
-
-    name: Literal["auto", "plain", "deepspeed"] = Field(
-        default="auto", description="plain torch, or DeepSpeed; auto takes DeepSpeed when there are several ranks"
-    )
-    ds_config: str = Field(
-        default="zero2", description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json"
-    )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default="auto", description="auto: bf16 where the GPU has it, fp16 on older ones, fp32 on a CPU"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
-    deterministic: bool = Field(default=False, description="bitwise repeatable on a GPU too, at some cost in speed")
-    tensor_parallel: int = Field(
-        default=1, ge=1, description="neighbouring ranks that share a model, each with a slice of its matrices"
-    )
-    recompute_encoder: Recompute = Field(
-        default=0,
-        description="every so manieth encoder layer is run again in the backward pass, to save memory: 1 all, "
-        "0 none, auto: as few as fit",
-    )
-    recompute_decoder: Recompute = Field(default=0, description="the same for decoder layers")
-    memory_gib: float = Field(
-        default=0.0, ge=0.0, description="what auto may take of each GPU; 0: all it has (a CPU has to be told)"
-    )
-    kernels: Kernels = Field(
-        default="auto",
-        description="who carries out fused operations: auto, torch, triton, apex, or operation=backend,... such as "
-        "softmax=torch",
-    )
-    attention: Literal["auto", "sdpa", "fused"] = Field(
-        default="auto",
-        description="sdpa: torch's kernels that hold no weights; fused: products and a fused softmax; auto: sdpa "
-        "where it has such a kernel",
-    )
-    silent_s: float = Field(
-        default=60.0,
-        ge=0.0,
-        description="seconds without a sign of life after which a rank is taken to be gone; 0: never",
-    )
-    stuck_s: float = Field(
-        default=600.0, gt=0.0, description="seconds a micro-batch may take before its rank is taken to be stuck"
-    )
-    timeout_s: float = Field(
-        default=1800.0,
-        gt=0.0,
-        description="seconds a rank waits for another before giving up, and that saving or validating may take",
-    )
-
-
-def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
-    """Whether a run on so many ranks is carried out by DeepSpeed; otherwise by plain torch."""
-    return config.name == "deepspeed" or (config.name == "auto" and ranks > 1)
 
 
 @dataclass(frozen=True)
@@ -158,6 +80,13 @@ class SavedState(Protocol):
         """Moment ``which`` (see MOMENTS) of the parameter ``name``: whole, fp32, on the CPU."""
 
 
+OnMicroBatch = Callable[[int], object]
+
+
+def ignore_micro_batch(index: int) -> None:
+    """Do nothing before a micro-batch."""
+
+
 class Engine(ABC):
     """Carries out updates and gives out the state of the model, independent of its layout.
 
@@ -167,22 +96,26 @@ class Engine(ABC):
     Attributes:
         module: model and objective.
         device: where micro-batches must be.
-        watch: is told the number of each micro-batch of an update, from 0, as it is begun; None: nobody asks.
     """
 
     module: TrainModule
     device: torch.device
-    watch: Callable[[int], None] | None = None
 
     @abstractmethod
     def update(
-        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
         """Take one step. Every rank passes equally many micro-batches, and the token count of the whole update.
 
         Args:
             explain: look for culprits should the step be skipped, even where that costs time. Without it only those
                 are named that are found for nothing, and none while fp16's loss scale may be to blame.
+            on_micro_batch: called with the index of each micro-batch, from 0, before it is run.
         """
 
     @abstractmethod
@@ -218,7 +151,9 @@ def seed_dropout(batch: Batch, rank: int) -> None:
 
     Ranks that share a model work on the same micro-batch, and pass the same ``rank``.
     """
-    torch.manual_seed(randomness.key(batch.seed, randomness.Purpose.DROPOUT, batch.update, batch.micro, rank) >> 1)
+    update = batch.update
+    key = randomness.key(update.seed, randomness.Purpose.DROPOUT, update.number, update.micro_batch, rank)
+    torch.manual_seed(key >> 1)
 
 
 def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
@@ -261,20 +196,3 @@ class LossScale:
         if self.good_updates >= self._window:
             self.value *= 2.0
             self.good_updates = 0
-
-
-def choose_precision(wanted: str, device: torch.device) -> Precision:
-    """Settle "auto", and refuse what the device cannot do.
-
-    Raises:
-        ConfigError: for bf16 on a GPU without it (such as a V100).
-    """
-    if device.type == "cpu":
-        return "fp32" if wanted == "auto" else wanted  # type: ignore[return-value]
-    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    if wanted == "auto":
-        return "bf16" if has_bf16 else "fp16"
-    if wanted == "bf16" and not has_bf16:
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"engine.precision is bf16, but {name} has no bf16; use engine.precision=fp16")
-    return wanted  # type: ignore[return-value]

@@ -30,10 +30,12 @@ from deepspeed_nmt.engine.base import (
     MOMENTS,
     Engine,
     EngineScalars,
+    OnMicroBatch,
     ParameterState,
     SavedState,
     UpdateResult,
     add_sums,
+    ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
@@ -96,10 +98,15 @@ class DeepSpeedEngine(Engine):
             scaler.raise_error_at_min_scale = False  # How long a run may go on like that is not DeepSpeed's to say.
 
     def update(
-        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain)
+        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain, on_micro_batch)
         self._stepped = self._stepped or not result.skipped
         return result
 
@@ -115,7 +122,14 @@ class DeepSpeedEngine(Engine):
         if scaler is not None:
             vars(scaler).update(scaling)
 
-    def _run(self, micro_batches: Sequence[Batch], factor: float, lr: float, explain: bool = False) -> UpdateResult:
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        factor: float,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+    ) -> UpdateResult:
         self._engine.train()
         for group in self._zero.param_groups:
             group["lr"] = lr
@@ -124,8 +138,7 @@ class DeepSpeedEngine(Engine):
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
         for index, batch in enumerate(micro_batches):
-            if self.watch is not None:
-                self.watch(index)
+            on_micro_batch(index)
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             seed_dropout(batch, self._world.data_rank)

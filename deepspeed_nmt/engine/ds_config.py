@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt.engine.base import EngineConfig, Precision, uses_deepspeed
+from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -104,17 +104,6 @@ def wanted_precision(content: dict[str, Any], setting: str) -> str:
             f'set "{setting}": {{"enabled": "auto"}} there'
         )
     return says[0] if says else setting
-
-
-def precision_asked_for(config: EngineConfig, ranks: int) -> str:
-    """The precision a run asks for, be it in its own settings or in DeepSpeed's: "auto", "fp32", "bf16" or "fp16".
-
-    Raises:
-        ConfigError: if the two contradict each other.
-    """
-    if not uses_deepspeed(config, ranks):
-        return config.precision
-    return wanted_precision(load_ds_config(config.ds_config), config.precision)
 
 
 def complete_ds_config(

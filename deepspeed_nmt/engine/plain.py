@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.base import (
-    DTYPES,
     MOMENTS,
     Engine,
     EngineScalars,
     LossScale,
+    OnMicroBatch,
     ParameterState,
-    Precision,
     SavedState,
     UpdateResult,
     add_sums,
+    ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
+from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
@@ -59,13 +60,17 @@ class PlainEngine(Engine):
         self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
 
     def update(
-        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
         for index, batch in enumerate(micro_batches):
-            if self.watch is not None:
-                self.watch(index)
+            on_micro_batch(index)
             output = self._backward(batch, scale / target_tokens)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
         gradients = self._gradients()

@@ -20,9 +20,9 @@ Legend: B sentences, S source length, T target length, D model width, L lengths,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +32,30 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import BertPair, Loader
+from deepspeed_nmt.methods.bert import parts
+from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair
+from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.feedforward import FeedForward
-from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, EncoderLayer, MakeDecoderLayer, attend_across, feed
+from deepspeed_nmt.nn.layers import (
+    Context,
+    CrossAttending,
+    Draw,
+    EncoderLayer,
+    MakeDecoderLayer,
+    cross_attention_sublayer,
+    feed_forward_sublayer,
+)
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose, uniforms
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 LENGTH = "length"
 """Name of the length's logits among what a pass gives."""
@@ -62,12 +72,55 @@ class AbNetConfig(BertPair):
     )
     adapter_dim: int = Field(default=2048, ge=1, description="inner width of the adapters' networks")
 
+    left_to_right: ClassVar[bool] = False
 
-class MaskedTokensConfig(Config):
+    def contradictions(self, run: Parts) -> Iterator[str]:
+        """Refuse objectives and searches that predict from left to right."""
+        yield from super().contradictions(run)
+        if not any(isinstance(part, MaskedTokensConfig) for part in run.objective.values()):
+            yield (
+                "model.name=abnet is trained by objective.masked_tokens; set that, and the other likelihood to null"
+            )
+        for name in run.active_regularizers():
+            yield (
+                f"objective.{name} compares predictions from left to right, but model.name=abnet guesses masked "
+                f"tokens; set objective.{name} to null"
+            )
+        if run.search.left_to_right:
+            yield "model.name=abnet is decoded by search.name=mask_predict; set that"
+
+
+class MaskedTokensConfig(LikelihoodConfig):
     """Settings of the masked-token objective."""
 
     smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
     length_weight: float = Field(default=0.1, ge=0.0, description="weight of the length's loss, a sentence's mean")
+
+    def contradictions(self, run: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if run.model.left_to_right:
+            yield (
+                "objective.masked_tokens trains models that guess masked tokens, but "
+                f"model.name={run.model.name} predicts from left to right; use objective.label_smoothed"
+            )
+
+
+SELF_TEST = SelfTest(
+    "abnet",
+    {
+        "model": {
+            "name": "abnet",
+            "source": SMALL_BERT,
+            "target": SMALL_BERT,
+            "attention_dropout": 0.0,
+            "adapters": "parallel",
+            "adapter_dim": 48,
+        },
+        "objective": {"masked_tokens": {}},
+        "search": {"name": "mask_predict"},
+    },
+)
+"""Frozen layers with adapters beside them, masked tokens, and the length."""
 
 
 class AdaptedEncoderLayer(nn.Module):
@@ -76,13 +129,13 @@ class AdaptedEncoderLayer(nn.Module):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.source
-        self.layer = bert.bert_layer(shape, config)
+        self.layer = parts.bert_layer(shape, config)
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.adapter_residual = parts.residual(shape, config, "pre")
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,S,D) -> (B,S,D)"""
-        return feed(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
+        return feed_forward_sublayer(self.adapter, self.adapter_residual, self.layer(x_BSD, context))
 
 
 class AdaptedDecoderLayer(CrossAttending):
@@ -91,11 +144,11 @@ class AdaptedDecoderLayer(CrossAttending):
     def __init__(self, config: AbNetConfig) -> None:
         super().__init__()
         shape = config.target
-        self.layer = bert.bert_layer(shape, config)
-        self.cross_attention = bert.attention(shape, config)
-        self.cross_residual: Residual = bert.residual(shape, config, "pre")
+        self.layer = parts.bert_layer(shape, config)
+        self.cross_attention = parts.attention(shape, config)
+        self.cross_residual: Residual = parts.residual(shape, config, "pre")
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
-        self.adapter_residual = bert.residual(shape, config, "pre")
+        self.adapter_residual = parts.residual(shape, config, "pre")
         self.parallel = config.adapters == "parallel"
 
     @property
@@ -112,13 +165,17 @@ class AdaptedDecoderLayer(CrossAttending):
         """Shape: (B,T,D) -> (B,T,D)"""
         both_ways = Context(mask=context.target_mask)
         if not self.parallel:
-            x_BTD = attend_across(self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context)
-            return feed(self.adapter, self.adapter_residual, x_BTD)
+            x_BTD = cross_attention_sublayer(
+                self.cross_attention, self.cross_residual, self.layer(x_BTD, both_ways), context
+            )
+            return feed_forward_sublayer(self.adapter, self.adapter_residual, x_BTD)
         attention, around = self.layer.self_attention, self.layer.self_residual
-        attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.closing(x_BTD))
-        sum_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended)
-        frozen = feed(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
-        return feed(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
+        attended: Tensor = attention(x_BTD, x_BTD, both_ways.mask, then=around.epilogue(x_BTD))
+        sum_BTD = cross_attention_sublayer(
+            self.cross_attention, self.cross_residual, x_BTD, context, onto_BTD=attended
+        )
+        frozen = feed_forward_sublayer(self.layer.feed_forward, self.layer.feed_forward_residual, sum_BTD)
+        return feed_forward_sublayer(self.adapter, self.adapter_residual, sum_BTD, onto=frozen)
 
 
 class AbNet(TranslationModel):
@@ -131,9 +188,9 @@ class AbNet(TranslationModel):
     def __init__(self, config: AbNetConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.config = config
-        self.source_embedding = bert.embedding(config.source, config, vocabulary.source)
-        self.target_embedding = bert.embedding(config.target, config, vocabulary)
-        transform, self.projection = bert.head(config.target, self.target_embedding, True, vocabulary)
+        self.source_embedding = parts.embedding(config.source, config, vocabulary.source)
+        self.target_embedding = parts.embedding(config.target, config, vocabulary)
+        transform, self.projection = parts.head(config.target, self.target_embedding, True, vocabulary)
         self.encoder = LayerStack([AdaptedEncoderLayer(config) for _ in range(config.source.layers)])
         decoder = [AdaptedDecoderLayer(config) for _ in range(config.target.layers)]
         self.decoder = LayerStack(decoder, final_norm=transform)
@@ -143,7 +200,7 @@ class AbNet(TranslationModel):
         # Without one it can be counted, but not trained: `train` wants the BERTs' vocabularies.
         self.mask: int = vocabulary.unk if vocabulary.mask is None else vocabulary.mask
         self.longest_source, self.longest_target = config.source.positions, config.target.positions - 1
-        bert.initialise(self)
+        parts.initialise(self)
         frozen = [self.source_embedding, self.target_embedding, transform, self.projection]
         for module in [*frozen, *(layer.layer for layer in [*self._encoder_layers(), *self._decoder_layers()])]:
             module.requires_grad_(False)
@@ -251,10 +308,11 @@ def build_abnet(config: AbNetConfig, vocabulary: Vocabulary, make_layer: MakeDec
 def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """Which target tokens are to be guessed: bool, never EOS or padding. Shape: -> (B,T), as the target's output"""
     output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
+    seed, update = batch.update.seed, batch.update.number
     words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
     count_B1 = words_BT.sum(dim=1, keepdim=True)
-    chance_B1 = uniforms(ids_B, 1, batch.seed, Purpose.MASK_COUNT, batch.update)
-    draws_BT = uniforms(ids_B, output_BT.shape[1], batch.seed, Purpose.MASKED_TARGETS, batch.update)
+    chance_B1 = uniforms(ids_B, 1, seed, Purpose.MASK_COUNT, update)
+    draws_BT = uniforms(ids_B, output_BT.shape[1], seed, Purpose.MASKED_TARGETS, update)
     # The place of each token in its sentence's random order; what is no word comes last.
     place_BT = draws_BT.masked_fill(~words_BT, 2.0).argsort(dim=1).argsort(dim=1)
     return words_BT & (place_BT < (chance_B1 * count_B1).floor() + 1)
@@ -267,7 +325,7 @@ class MaskedTokens:
         self.smoothing, self.length_weight = config.smoothing, config.length_weight
         self.vocabulary = vocabulary
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """One pass is all it takes."""
 
     def __call__(
@@ -288,11 +346,11 @@ class MaskedTokens:
 
     def _length(self, logits_BL: Tensor, batch: Batch) -> Tensor:
         """The length's negative log-likelihood: once divided by the update's tokens, its mean over sentences."""
-        real_BT = batch.target_output_BT.ne(self.vocabulary.pad)
+        real_BT = batch.target_mask
         length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
         losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
-        tokens = batch.update_tokens or batch.target_tokens
-        sentences = batch.update_sentences or batch.rows
+        tokens = batch.update.tokens or batch.target_tokens
+        sentences = batch.update.sentences or batch.rows
         return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * (tokens / max(1, sentences))
 
 

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.randomness import Purpose, uniforms
-from deepspeed_nmt.registry import Config
 
 
-class ALDConfig(Config):
+class ALDConfig(RegularizerConfig):
     """Settings of ALD."""
 
     weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs no further passes")
     p_ald: float = Field(default=0.4, gt=0.0, lt=0.5, description="bound of the masked fraction gamma")
     tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrast")
-    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+    every: int = Field(default=1, ge=1, description="added to every k-th update")
 
 
 class ALD:
@@ -51,19 +51,19 @@ class ALD:
         self.tau = config.tau
         self.vocabulary = vocabulary.source
 
-    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
         """Two passes; the contrast of their states with the first pass's."""
         batch = passes.batch
         fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))
 
         def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
-            real_BT = batch.target_output_BT.ne(batch.pad)
+            real_BT = batch.target_mask
             whole_BD, fuller_BD, emptier_BD = (
                 sentence_states(states[number][TOP], real_BT) for number in (0, fuller, emptier)
             )
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
             # Averaged over the update's sentences, once the engine has divided by its tokens.
-            per_sentence = batch.update_tokens / max(1, batch.update_sentences)
+            per_sentence = batch.update.tokens / max(1, batch.update.sentences)
             return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * per_sentence
 
         return contrast
@@ -71,9 +71,9 @@ class ALD:
     def mask(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """X+ and X-. Shape: -> (B,S), (B,S)"""
         source_BS = batch.source_BS
-        ids_B = batch.sentence_ids_B
-        gamma_B = self.p_ald * uniforms(ids_B, 1, batch.seed, Purpose.MASK_RATIO, batch.update).squeeze(1)
-        draws_BS = uniforms(ids_B, source_BS.shape[1], batch.seed, Purpose.MASKED_TOKENS, batch.update)
+        ids_B, seed, update = batch.sentence_ids_B, batch.update.seed, batch.update.number
+        gamma_B = self.p_ald * uniforms(ids_B, 1, seed, Purpose.MASK_RATIO, update).squeeze(1)
+        draws_BS = uniforms(ids_B, source_BS.shape[1], seed, Purpose.MASKED_TOKENS, update)
         specials = torch.tensor(
             [self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos], device=source_BS.device
         )

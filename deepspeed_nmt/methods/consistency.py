@@ -15,18 +15,29 @@ arguments of both divergences, as in R-Drop. The divergence is formed together w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
+from deepspeed_nmt.core.parts import Parts, RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.registry import Config
 
 
-class ConsistencyConfig(Config):
+class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
     weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs one pass")
-    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+    every: int = Field(default=1, ge=1, description="added to every k-th update")
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse DDR and R-Drop together: one paired pass cannot have one encoding and two."""
+        names = [name for name, part in parts.active_regularizers().items() if isinstance(part, ConsistencyConfig)]
+        if len(names) > 1 and parts.objective[names[0]] is self:
+            yield (
+                f"objective.{names[0]} and objective.{names[1]} both run every pair twice, with one encoding and "
+                "with two; set one of them to null"
+            )
 
 
 class Consistency:
@@ -42,10 +53,10 @@ class Consistency:
         self.every = config.every
         self._encode_twice = encode_twice
 
-    def plan(self, passes: Passes) -> None:
-        """The likelihood compares the first pass with its twin; nothing else is added."""
+    def request_passes(self, passes: Passes) -> None:
+        """The likelihood compares the first pass with the paired one; nothing else is added."""
         source = passes.add_source(passes.batch.source_BS) if self._encode_twice else 0
-        passes.twin = passes.add_pass(source)
+        passes.paired_pass = passes.add_pass(source)
         passes.divergence = self.weight
 
 

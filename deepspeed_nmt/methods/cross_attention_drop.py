@@ -19,23 +19,26 @@ Legend: T target length, D model width, P passes, B sentences.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 
-class CrossAttentionDropConfig(Config):
+class CrossAttentionDropConfig(LayerConfig):
     """Which layers drop their cross-attention, and how often."""
 
     name: Literal["cross_attention_drop"] = "cross_attention_drop"
@@ -46,6 +49,45 @@ class CrossAttentionDropConfig(Config):
     def rate(self, number: int) -> float:
         """p_l of layer ``number``, counted from 1."""
         return self.drop_ratio if number <= self.drop_depth else self.beyond
+
+    def attends_to_source(self, number: int) -> bool:
+        """False for layers that always drop their cross-attention: they have none."""
+        return self.rate(number) < 1.0
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse more dropping layers than the decoder has, and decoders left without any cross-attention."""
+        made = parts.model.custom_layers()
+        if made is None:
+            return  # the model refuses layers that it does not make
+        setting, depth = made
+        if self.drop_depth > depth:
+            yield (
+                f"layer.drop_depth must not exceed {setting}, but is {self.drop_depth} of {depth}; "
+                f"lower layer.drop_depth to {depth} at most"
+            )
+        if not any(self.attends_to_source(number) for number in range(1, depth + 1)):
+            yield (
+                f"layer.drop_ratio, layer.drop_depth and layer.beyond leave none of the {depth} layers of "
+                f"{setting} any cross-attention; lower layer.drop_depth or layer.beyond"
+            )
+
+
+SELF_TEST = SelfTest(
+    "deep_decoder",
+    {
+        "model": {"name": "transformer", **SMALL, "encoder_layers": 1, "decoder_layers": 4},
+        "layer": {"name": "cross_attention_drop", "drop_depth": 1, "drop_ratio": 1.0, "beyond": 0.5},
+        "objective": {"ddr": {"weight": 0.7}, "ald": {"weight": 0.5, "every": 2}},
+    },
+    quick=True,
+)
+"""The whole paper: layers that drop cross-attention always and sometimes, DDR, and ALD in every other update."""
+
+
+COLLAPSE_REMEDY = (
+    "layer.name=cross_attention_drop with layer.drop_depth at two fifths to two thirds of model.decoder_layers (or "
+    "more than now)"
+)
 
 
 class CrossAttentionDropLayer(DecoderLayer):

@@ -19,20 +19,30 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.parts import ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_stacks, build_transformer
+from deepspeed_nmt.methods.transformer import (
+    SMALL,
+    Transformer,
+    TransformerConfig,
+    TransformerShape,
+    build_stacks,
+    build_transformer,
+    refuse_differences,
+)
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm
+from deepspeed_nmt.registry import SelfTest
 
 
 class DepthGrowingConfig(TransformerShape):
@@ -43,6 +53,59 @@ class DepthGrowingConfig(TransformerShape):
     top_decoder_layers: int = Field(default=2, ge=1, description="layers that the decoder grows by")
     residual_norm: bool = Field(default=True, description="r is a LayerNorm, as in the authors' code; else nothing")
     frozen_dropout: bool = Field(default=True, description="dropout in the frozen part while the top is trained")
+
+    named_exits: ClassVar[tuple[str, ...]] = ("shallow", "deep")
+    grown_prefix: ClassVar[str | None] = "bottom."
+    learning_fields: ClassVar[frozenset[str]] = TransformerShape.learning_fields | {"frozen_dropout"}
+
+    def custom_layers(self) -> tuple[str, int] | None:
+        """The decoder layers of the top."""
+        return "model.top_decoder_layers", self.top_decoder_layers
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """None: the shallow exit is trained in stage 1, the deep one alone in stage 2."""
+        return None
+
+    def check_bottom(self, bottom: Parts, where: str) -> None:
+        """Accept plain Transformers of the same shape whose decoder layers all have cross-attention."""
+        if not isinstance(bottom.model, TransformerConfig):
+            raise ConfigError(
+                f"--grow-from must be a run with model.name=transformer, but {where} has "
+                f"model.name={bottom.model.name}, which cannot be grown"
+            )
+        if not all(bottom.layer.attends_to_source(n) for n in range(1, bottom.model.decoder_layers + 1)):
+            raise ConfigError(
+                "--grow-from must be a run whose decoder layers all have cross-attention, but those of "
+                f"layer.name={bottom.layer.name} in {where} do not; such runs cannot be grown"
+            )
+        keys = self.shape_fields | self.depth_fields
+        refuse_differences(self.differences(bottom.model, keys), "bottom", where)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse runs that have not been grown, besides other shapes."""
+        if not isinstance(other, DepthGrowingConfig):
+            raise ConfigError(
+                f"--init-from must be a run with model.name={self.name}, as this one, but {where} has "
+                f"model.name={other.name}; use --grow-from to grow on top of it"
+            )
+        super().check_weights_of(other, where)
+
+
+SELF_TEST = SelfTest(
+    "growing",
+    {
+        "model": {
+            "name": "depth_growing",
+            **SMALL,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "top_encoder_layers": 1,
+            "top_decoder_layers": 1,
+            "norm": "post",
+        }
+    },
+)
+"""A top on a frozen bottom."""
 
 
 class DepthGrowing(TranslationModel):

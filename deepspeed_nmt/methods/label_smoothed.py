@@ -18,13 +18,13 @@ from torch import Tensor
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.registry import Config
 
 
-class LabelSmoothedConfig(Config):
+class LabelSmoothedConfig(LikelihoodConfig):
     """Settings of the label-smoothed cross-entropy."""
 
     smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
@@ -37,7 +37,7 @@ class LabelSmoothed:
         self.smoothing = smoothing
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """The top exit is all it takes."""
 
     def __call__(

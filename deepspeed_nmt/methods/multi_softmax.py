@@ -16,7 +16,7 @@ Legend: N rows, E exits, T target length, D model width.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,15 +27,17 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.methods.transformer import SMALL
+from deepspeed_nmt.registry import SelfTest
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
-class MultiSoftmaxConfig(Config):
+class MultiSoftmaxConfig(LikelihoodConfig):
     """Which exits are trained, and how much each weighs."""
 
     smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
@@ -64,11 +66,61 @@ class MultiSoftmaxConfig(Config):
         found = _EXITS.fullmatch(self.exits)
         return None if found is None else (int(found[1]), int(found[2]))
 
-    def trains(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
-        """Whether the exit of a model of so many stages is among those drawn at times, and weighs anything."""
+    def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
+        """Return True if the exit is drawn in some updates and has a weight."""
         sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
         drawn = all(stage == top or count > 1 for stage, top, count in sides)
         return drawn and self.weights.get(exit_name(encoder, decoder), 1.0) > 0.0
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse exits that the model does not have, or that could not be trained."""
+        stages = parts.model.exit_stages()
+        if stages is None:
+            yield (
+                f"objective.multi_softmax trains many exits, but model.name={parts.model.name} has only the one at "
+                "its top to train; use another objective, or model.name=transformer"
+            )
+            return
+        encoder, decoder = stages
+        for count, side in zip(self.drawn or (1, 1), stages, strict=True):
+            if count > side.total:
+                yield (
+                    f"objective.multi_softmax.exits must draw at most model.{side.setting} exits of that side, but "
+                    f"draws {count} of {side.total}; lower it"
+                )
+        every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
+        if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
+            yield (
+                "objective.multi_softmax.weights must name exits n-m up to "
+                f"{exit_name(encoder.total, decoder.total)}, but names {', '.join(unknown)}"
+            )
+        if not any(self.trains_exit(n, m, (encoder.total, decoder.total)) for n, m in every):
+            yield (
+                "objective.multi_softmax.weights must give one of the exits that are trained a weight above 0, but "
+                f"all of those of exits={self.exits} have weight 0; raise that of "
+                f"{exit_name(encoder.total, decoder.total)}"
+            )
+        if not any(parts.layer.attends_to_source(number) for number in range(1, decoder.layers + 1)):
+            yield (
+                "objective.multi_softmax translates from the decoder's first layer on, but the settings of "
+                f"layer.name={parts.layer.name} leave that layer no cross-attention; use a layer.drop_ratio below 1"
+            )
+
+
+SELF_TEST = SelfTest(
+    "exits",
+    {
+        "model": {
+            "name": "recurrent",
+            **SMALL,
+            "sharing": "closed_chain",
+            "encoder_loops": 3,
+            "decoder_loops": 2,
+        },
+        "objective": {"multi_softmax": {"exits": "2x2"}},
+    },
+)
+"""N x M softmaxing over the loops of a closed chain."""
 
 
 class MultiSoftmax:
@@ -78,12 +130,12 @@ class MultiSoftmax:
         self.config = config
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
+    def request_passes(self, passes: Passes) -> None:
         """Ask for the update's exits."""
-        batch, stages = passes.batch, passes.model.stages
+        update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
         passes.encoder_exits, passes.decoder_exits = (
-            _draw(total, count, batch.seed, randomness.Purpose.EXITS, batch.update, side)
+            _draw(total, count, update.seed, randomness.Purpose.EXITS, update.number, side)
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 

@@ -29,9 +29,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from deepspeed_nmt.core.parts import DataVocabulary
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import BertPair, Loader
+from deepspeed_nmt.methods.bert import parts
+from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
+from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
@@ -41,12 +43,13 @@ from deepspeed_nmt.nn.layers import (
     DecoderLayer,
     EncoderLayer,
     MakeDecoderLayer,
-    attend_across,
-    attend_back,
-    feed,
+    cross_attention_sublayer,
+    feed_forward_sublayer,
+    self_attention_sublayer,
 )
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
+from deepspeed_nmt.registry import SelfTest
 
 Decoder = Literal["parallel", "serial", "transformer", "coordinator"]
 Part = Literal["encoding", "embeddings", "encoder"]
@@ -77,24 +80,44 @@ class BertDecoderConfig(BertPair):
             )
         return self
 
+    def check_data(self, tokenizer: DataVocabulary) -> None:
+        """As for every pair of BERTs; without pretrained weights any data fits."""
+        if self.pretrained:
+            super().check_data(tokenizer)
+
+
+SELF_TEST = SelfTest(
+    "berts",
+    {
+        "model": {
+            "name": "bert",
+            "source": SMALL_BERT,
+            "target": SMALL_BERT,
+            "attention_dropout": 0.0,
+            "freeze": ["encoding", "embeddings"],
+        }
+    },
+)
+"""The parallel decoder, whose embeddings and encoding sub-layers are frozen."""
+
 
 class Encoding(CrossAttending):
     """The parts of a layer that encode the target's prefix, S and F, and those that fuse it with the source."""
 
-    def __init__(self, shape: bert.BertShape, pair: BertPair) -> None:
+    def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.self_attention = bert.attention(shape, pair)
-        self.self_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
-        self.cross_attention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.fusion = bert.feed_forward(shape)
-        self.fusion_residual = bert.residual(shape, pair)
+        self.self_attention = parts.attention(shape, pair)
+        self.self_residual: Residual = parts.residual(shape, pair)
+        self.feed_forward = parts.feed_forward(shape)
+        self.feed_forward_residual: Residual = parts.residual(shape, pair)
+        self.cross_attention = parts.attention(shape, pair)
+        self.cross_residual: Residual = parts.residual(shape, pair)
+        self.fusion = parts.feed_forward(shape)
+        self.fusion_residual = parts.residual(shape, pair)
 
     def attend(self, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
         """S. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        return attend_back(self.self_attention, self.self_residual, x_BTD, cache)
+        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
 
     def encoding(self) -> list[nn.Module]:
         """What ``freeze: encoding`` freezes."""
@@ -106,9 +129,9 @@ class ParallelLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        crossed = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
         sum_BTD = self.attend(x_BTD, cache) + crossed
-        return feed(self.fusion, self.fusion_residual, sum_BTD) + feed(
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD) + feed_forward_sublayer(
             self.feed_forward, self.feed_forward_residual, sum_BTD
         )
 
@@ -118,9 +141,9 @@ class SerialLayer(Encoding):
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = feed(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.fusion, self.fusion_residual, x_BTD)
+        x_BTD = feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, x_BTD)
 
 
 class CoordinatorLayer(CrossAttending):
@@ -128,17 +151,17 @@ class CoordinatorLayer(CrossAttending):
 
     self_residual: None = None
 
-    def __init__(self, shape: bert.BertShape, pair: BertPair) -> None:
+    def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.cross_attention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
+        self.cross_attention = parts.attention(shape, pair)
+        self.cross_residual: Residual = parts.residual(shape, pair)
+        self.feed_forward = parts.feed_forward(shape)
+        self.feed_forward_residual: Residual = parts.residual(shape, pair)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
 
 class BertTransformer(Transformer):
@@ -183,10 +206,10 @@ def build_bert_decoder(
     config: BertDecoderConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None
 ) -> BertTransformer:
     """A model whose weights are still to be loaded; ``make_layer`` is not used, the decoder makes its own layers."""
-    source_embedding = bert.embedding(config.source, config, vocabulary.source)
-    target_embedding = bert.embedding(config.target, config, vocabulary)
-    transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
-    encoder = [bert.bert_layer(config.source, config) for _ in range(config.source.layers)]
+    source_embedding = parts.embedding(config.source, config, vocabulary.source)
+    target_embedding = parts.embedding(config.target, config, vocabulary)
+    transform, projection = parts.head(config.target, target_embedding, config.tie_output, vocabulary)
+    encoder = [parts.bert_layer(config.source, config) for _ in range(config.source.layers)]
     decoder = _decoder_layers(config)
     model = BertTransformer(
         source_embedding,
@@ -197,7 +220,7 @@ def build_bert_decoder(
         vocabulary.pad,
     )
     model.config, model.mask = config, vocabulary.mask
-    bert.initialise(model)
+    parts.initialise(model)
     for part in config.freeze:
         for module in _parts(model, part):
             module.requires_grad_(False)
@@ -209,12 +232,12 @@ def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
 
     def plain(crossing: bool) -> DecoderLayer:
         return DecoderLayer(
-            self_attention=bert.attention(shape, config),
-            self_residual=bert.residual(shape, config),
-            cross_attention=bert.attention(shape, config) if crossing else None,
-            cross_residual=bert.residual(shape, config) if crossing else None,
-            feed_forward=bert.feed_forward(shape),
-            feed_forward_residual=bert.residual(shape, config),
+            self_attention=parts.attention(shape, config),
+            self_residual=parts.residual(shape, config),
+            cross_attention=parts.attention(shape, config) if crossing else None,
+            cross_residual=parts.residual(shape, config) if crossing else None,
+            feed_forward=parts.feed_forward(shape),
+            feed_forward_residual=parts.residual(shape, config),
         )
 
     made: dict[Decoder, Callable[[], list[nn.Module]]] = {

@@ -12,7 +12,7 @@ the layer at each turn applied once, and x is added to the state at each turn. W
 applications.
 
 T is set for encoder and decoder separately; 1 means no recurrence. Each application has its own cache in decoding.
-Parameters exist once. An exit is a number of loops. (Eq. 9 prints dS6/dW2 as a product; its sum is what the walk
+Parameters exist once. An exit is a number of loops. (Eq. 9 prints dS6/dW2 as a product; its sum is what the chain
 gives. The paper's conclusion and Table 3 name parts of another paper; they are left out.)
 """
 
@@ -22,10 +22,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
-from deepspeed_nmt.nn.stack import Walk
+from deepspeed_nmt.nn.stack import LayerOrder
 
 Sharing = Literal["stacked", "closed_chain"]
 
@@ -54,8 +55,15 @@ class RecurrentConfig(TransformerShape):
                     )
         return self
 
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """A stage is a loop."""
+        return (
+            Stages("encoder_loops", self.encoder_loops, self.encoder_layers),
+            Stages("decoder_loops", self.decoder_loops, self.decoder_layers),
+        )
 
-def walk(sharing: Sharing, layers: int, loops: int) -> Walk:
+
+def layer_order(sharing: Sharing, layers: int, loops: int) -> LayerOrder:
     """The order in which N layers are applied in T loops; each loop ends at an exit."""
     there = list(range(layers))
     order, stages, inputs_at = list(there), [layers], set()
@@ -67,15 +75,15 @@ def walk(sharing: Sharing, layers: int, loops: int) -> Walk:
             # The layer at the turn was the last one applied.
             order += range(layers - 2, -1, -1) if order[-1] == layers - 1 else range(1, layers)
         stages.append(len(order))
-    return Walk(tuple(order), frozenset(inputs_at), tuple(stages))
+    return LayerOrder(tuple(order), frozenset(inputs_at), tuple(stages))
 
 
 def build_recurrent(
     config: RecurrentConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
     """A freshly initialised recurrent Transformer."""
-    walks = (
-        walk(config.sharing, config.encoder_layers, config.encoder_loops),
-        walk(config.sharing, config.decoder_layers, config.decoder_loops),
+    orders = (
+        layer_order(config.sharing, config.encoder_layers, config.encoder_loops),
+        layer_order(config.sharing, config.decoder_layers, config.decoder_loops),
     )
-    return build_transformer(config, vocabulary, make_layer, walks)
+    return build_transformer(config, vocabulary, make_layer, orders)

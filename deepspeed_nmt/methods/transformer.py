@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -32,12 +33,12 @@ from deepspeed_nmt.nn.layers import (
     MakeDecoderLayer,
     make_decoder_layer,
 )
-from deepspeed_nmt.nn.stack import LayerStack, Walk
+from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 
-class TransformerShape(Config):
+class TransformerShape(ModelConfig):
     """Shape and regularisation of a Transformer. The defaults are BASE."""
 
     dim: int = Field(default=512, ge=2, description="D, model width")
@@ -56,6 +57,14 @@ class TransformerShape(Config):
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="on attention weights")
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
 
+    learning_fields: ClassVar[frozenset[str]] = frozenset(
+        {"init", "dropout", "attention_dropout", "activation_dropout"}
+    )
+    shape_fields: ClassVar[frozenset[str]] = frozenset(
+        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation"}
+    )
+    depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
+
     @model_validator(mode="after")
     def _check(self) -> TransformerShape:
         if self.dim % self.heads:
@@ -69,6 +78,18 @@ class TransformerShape(Config):
             raise ValueError("norm=deepnorm brings its own initialisation; leave init at xavier")
         return self
 
+    def custom_layers(self) -> tuple[str, int] | None:
+        """All decoder layers."""
+        return "model.decoder_layers", self.decoder_layers
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """A stage is a layer."""
+        return Stages("encoder_layers", self.encoder_layers, 1), Stages("decoder_layers", self.decoder_layers, 1)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse weights of layers of another shape; only the depth may differ."""
+        refuse_differences(self.differences(other, self.shape_fields), "model", where)
+
 
 class TransformerConfig(TransformerShape):
     """A Transformer whose layers are applied once each."""
@@ -76,10 +97,36 @@ class TransformerConfig(TransformerShape):
     name: Literal["transformer"] = "transformer"
 
 
-class StandardLayerConfig(Config):
+class StandardLayerConfig(LayerConfig):
     """Decoder layers as they are in Vaswani et al. 2017; nothing to set."""
 
     name: Literal["standard"] = "standard"
+
+
+SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "activation": "gelu"}
+"""Shape of the Transformers in self-tests.
+
+GELU, because the gradient of a ReLU jumps at 0: there rounding would decide whether a unit gets a gradient.
+"""
+SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
+
+
+def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
+    """Refuse weights of another run, because settings differ.
+
+    Args:
+        differences: phrases, as :meth:`ModelConfig.differences` returns them.
+        part: the part of this run's model that takes the weights.
+        where: the other run.
+
+    Raises:
+        ConfigError: if there are differences.
+    """
+    if differences:
+        raise ConfigError(
+            f"the {part} must be that of {where}, but {' and '.join(differences)}; make these settings those of "
+            f"{where}/config.yaml"
+        )
 
 
 class Transformer(TranslationModel):
@@ -161,13 +208,13 @@ def build_transformer(
     config: TransformerShape,
     vocabulary: Vocabulary,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> Transformer:
     """A freshly initialised Transformer; the weights follow torch's global seed.
 
     Args:
         make_layer: makes the decoder's layers.
-        walks: in what order encoder and decoder apply their layers; default each once.
+        orders: the orders in which encoder and decoder apply their layers; default each once.
 
     Raises:
         ConfigError: if the two sides are to share an embedding, but have vocabularies of their own.
@@ -180,7 +227,7 @@ def build_transformer(
     target_weight = _embedding(vocabulary, config.dim)
     source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
-    encoder, decoder = build_stacks(config, make_layer, walks)
+    encoder, decoder = build_stacks(config, make_layer, orders)
     return Transformer(
         source_embedding=TokenEmbedding(source_weight, config.dropout),
         target_embedding=TokenEmbedding(target_weight, config.dropout),
@@ -194,7 +241,7 @@ def build_transformer(
 def build_stacks(
     config: TransformerShape,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> tuple[LayerStack, LayerStack]:
     """A freshly initialised encoder and decoder stack."""
     encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
@@ -203,7 +250,7 @@ def build_stacks(
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
     final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
-    return LayerStack(encoder, walks[0], final_norms[0]), LayerStack(decoder, walks[1], final_norms[1])
+    return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
 
 
 def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:

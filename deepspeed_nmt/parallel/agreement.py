@@ -12,7 +12,7 @@ from deepspeed_nmt.parallel.world import World
 
 
 @contextmanager
-def together(world: World) -> Iterator[None]:
+def fail_together(world: World) -> Iterator[None]:
     """A block that all ranks enter together, and that fails on all if it fails on one. What several find alike, the
     first of them reports. Nothing inside may wait for other ranks.
 

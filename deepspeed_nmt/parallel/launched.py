@@ -64,7 +64,7 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def build_apart() -> None:
+def isolate_extension_builds() -> None:
     """Have extensions that are compiled on the way built in a directory of this start alone, unless one is set.
 
     A build that was killed leaves a lock behind on which every later one in the same directory waits for ever. The
@@ -85,7 +85,7 @@ def build_apart() -> None:
 
 
 @contextmanager
-def once_a_host() -> Iterator[None]:
+def once_per_host() -> Iterator[None]:
     """For errors that come of settings, files and the host, found where ranks cannot talk to one another: of all that
     find them, the first rank of each host reports them.
 

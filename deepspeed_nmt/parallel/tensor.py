@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, S, T, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.linear import Epilogue, Linear
 from deepspeed_nmt.parallel.world import World
@@ -265,7 +265,8 @@ class _ParallelLearnedEmbedding(_ParallelLookup, LearnedEmbedding):
 class _ParallelProjection(Projection):
     world: World
 
-    def forward(self, states: S, consume: Callable[..., T] = F.linear) -> T:  # type: ignore[assignment]
+    def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
+        assert consume is not None, "no rank holds whole rows of logits"
         vocabulary = _Vocabulary(getattr(self.weight, SLICE), self.world.tensor_group)
         return super().forward(states, partial(consume, vocabulary=vocabulary))
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.parallel.launched import once_a_host, place
+from deepspeed_nmt.parallel.launched import once_per_host, place
 from deepspeed_nmt.parallel.rendezvous import meet
 
 
@@ -96,7 +96,7 @@ def join_world(
         ReportedError: if asked to end.
     """
     rank, ranks, local_rank = here = place()
-    with once_a_host():
+    with once_per_host():
         _check(device, ranks, tensor_ranks)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     index = _gpu(local_rank) if use_cuda else local_rank

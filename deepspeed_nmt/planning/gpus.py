@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
@@ -21,14 +22,14 @@ class Gpu:
         name: as given.
         gib: memory.
         tflops: 10^12 dense 16-bit operations a second, by its data sheet; 0 if unknown.
-        precision: the 16-bit format to train in.
+        precision: the format to train in.
         capability: CUDA's compute capability.
     """
 
     name: str
     gib: float
     tflops: float
-    precision: str = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     capability: tuple[int, int] = (8, 0)
 
     @property

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -135,8 +135,16 @@ def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int 
 
     count = rows * length
     # One source position counts as padding: batches that have none are rare.
-    texts = (of(rows, source_length), of(rows, length), of(rows, length), of(rows))
-    return Batch(*texts, count, rows * source_length - 1, vocabulary.pad, 1, update, 0, count, rows)
+    return Batch(
+        source_BS=of(rows, source_length),
+        target_input_BT=of(rows, length),
+        target_output_BT=of(rows, length),
+        sentence_ids_B=of(rows),
+        source_tokens=rows * source_length - 1,
+        target_tokens=count,
+        pad=vocabulary.pad,
+        update=UpdateInfo(seed=1, number=update, tokens=count, sentences=rows),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Checkpoints: independent of the engine, written in one step, checked before they are trusted.
+"""Checkpoints: independent of the engine, written atomically, and verified against their hashes when read.
 
     checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
                                moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
-                               state.json                  where training stands; state-N.json after a rollback
+                               state.json                  progress of training; state-N.json after a rollback
                                manifest.json               size and SHA-256 of each file above
     checkpoints/latest, best                               names of such directories
 
-A checkpoint is written under a temporary name, synced to disk, renamed, and only then pointed to. When a run is
-rolled back to one, it gets another state, and the manifest is replaced by one that names it.
+A checkpoint is written under a temporary name, synced to disk, renamed, and only then named by ``latest``. A rollback
+adds a new state to an old checkpoint and replaces the manifest by one that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
@@ -37,11 +37,11 @@ _PREFIX = "update-"
 
 
 class Checkpoint:
-    """A checkpoint on disk whose files have been compared with their manifest.
+    """A checkpoint on disk, verified against its manifest.
 
     Args:
         path: its directory.
-        verify: whether to hash its files, too; otherwise only their sizes are compared.
+        verify: True to verify the hashes of its files, False to compare their sizes only.
 
     Raises:
         CheckpointError: if it is missing, incomplete, or its content is not what was written.
@@ -73,10 +73,13 @@ class Checkpoint:
         }
 
     def restate(self, progress: Progress) -> None:
-        """Have training go on from here as ``progress`` says; weights and moments stay. In one step, as always.
+        """Replace the recorded progress atomically; weights and moments stay.
+
+        Args:
+            progress: to record.
 
         Raises:
-            OSError: if it cannot be written; the checkpoint is then what it was.
+            OSError: if it cannot be written; the checkpoint is then unchanged.
         """
         files = self._manifest["files"]
         name = f"state-{len(files)}.json"
@@ -87,22 +90,48 @@ class Checkpoint:
 
     @property
     def resumable(self) -> bool:
-        """Whether training can go on from it (an average cannot)."""
+        """True if training can be resumed from it; False for an average, which has no moments."""
         return bool(self._where["moments"])
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by parameter name, fp32 on the CPU."""
+        """Return all weights by parameter name, fp32 on the CPU."""
         return {name: self._tensor("weights", name) for name in self._where["weights"]}
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a parameter, fp32 on the CPU."""
+        """Return the weight of a parameter, fp32 on the CPU."""
         return self._tensor("weights", name)
 
     def moment(self, name: str, which: str) -> Tensor:
-        """One of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
+        """Return one of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
         if self.scalars.optimizer_step == 0 and not self.resumable:
             return torch.zeros_like(self.weight(name))
         return self._tensor("moments", f"{name}.{which}")
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the weights into a model.
+
+        Raises:
+            CheckpointError: if names or shapes differ, naming the first difference.
+        """
+        weights = self.weights()
+        own = dict(model.named_parameters())
+        differences = [
+            *(f"{name} is missing" for name in sorted(own.keys() - weights.keys())),
+            *(f"{name} is unexpected" for name in sorted(weights.keys() - own.keys())),
+            *(
+                f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                for name in own
+                if name in weights and weights[name].shape != own[name].shape
+            ),
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{self.path} must hold the weights of this model, but {differences[0]} "
+                f"({len(differences)} differences); open it with its own run's config.yaml"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
 
     def _tensor(self, kind: str, name: str) -> Tensor:
         if name not in self._where[kind]:
@@ -124,8 +153,8 @@ class CheckpointStore:
 
     Args:
         directory: where they are.
-        keep_last: how many of the newest to keep.
-        keep_best: whether the best is kept besides.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: True to keep the best one besides.
     """
 
     def __init__(self, directory: Path, keep_last: int = 5, keep_best: bool = True) -> None:
@@ -134,11 +163,11 @@ class CheckpointStore:
         self._keep_best = keep_best
 
     def names(self) -> list[str]:
-        """Checkpoints of this run, oldest first. All were written in full; damage comes later."""
+        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged."""
         return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
 
     def pointer(self, name: str) -> Path | None:
-        """What ``latest`` or ``best`` points to."""
+        """Return the checkpoint that ``latest`` or ``best`` names; None if there is none."""
         file = self.directory / name
         if not file.is_file():
             return None
@@ -146,10 +175,10 @@ class CheckpointStore:
         return self.directory / name if name and (self.directory / name).is_dir() else None
 
     def newest(self, until: int | None = None) -> Checkpoint | None:
-        """The newest good checkpoint; a damaged one is passed over with a warning. None if there is none.
+        """Return the newest good checkpoint, skipping damaged ones with a warning; None if there are none at all.
 
         Args:
-            until: the last update whose checkpoint will do; default any.
+            until: upper bound on its update; None for any.
 
         Raises:
             CheckpointError: if there are checkpoints and none is good.
@@ -169,16 +198,17 @@ class CheckpointStore:
             return checkpoint
         if broken:
             raise CheckpointError(
-                f"none of the checkpoints in {self.directory} can be trusted ({', '.join(broken)}); restore one from "
-                "a copy, or start anew in another run directory"
+                f"all checkpoints in {self.directory} are damaged ({', '.join(broken)}); restore one from a copy, or "
+                "start a new run in another directory"
             )
         return None
 
     def open(self, which: str, option: str = "--checkpoint") -> Checkpoint:
-        """The checkpoint called ``best``, ``last``, ``average``, or found at a path.
+        """Open the checkpoint called ``best``, ``last``, ``average``, or found at a path.
 
         Args:
-            option: by which the user named it, for messages.
+            which: its name or path.
+            option: option by which the user named it, for messages.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
@@ -223,11 +253,17 @@ class CheckpointStore:
         return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
 
     def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState], best: bool) -> None:
-        """Write a checkpoint and make it the latest (and best), then remove those no longer kept.
+        """Write a checkpoint, make it the latest (and the best), then remove those that are no longer kept.
+
+        Args:
+            progress: to record.
+            scalars: to record.
+            states: of all parameters.
+            best: True if it is the best so far.
 
         Raises:
-            OSError: if it cannot be written; all there was before is untouched. ``states`` is exhausted even then,
-                since other ranks take part in making it.
+            OSError: if it cannot be written; older checkpoints are unchanged. ``states`` is exhausted even then,
+                because other ranks take part in it.
         """
         name = _name(progress.update)
         states = iter(states)
@@ -243,8 +279,9 @@ class CheckpointStore:
         self._prune(name)
 
     def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
-        """Whether this very checkpoint is there and good. One that the run went back behind, because it was damaged,
-        or that another course of training left, is not.
+        """Return True if this very checkpoint exists and is good.
+
+        A checkpoint of the same update may be damaged, or stem from before a rollback.
         """
         if not (self.directory / name).is_dir():
             return False
@@ -255,7 +292,11 @@ class CheckpointStore:
         return found.progress == progress and found.scalars == scalars
 
     def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Make an older checkpoint the newest, to go on from as ``progress`` says; later ones are removed.
+        """Make an older checkpoint the newest one, with other progress; later checkpoints are removed.
+
+        Args:
+            checkpoint: to continue from.
+            progress: to record in it.
 
         Raises:
             OSError: if it cannot be written.
@@ -273,7 +314,7 @@ class CheckpointStore:
                 (self.directory / "best").unlink(missing_ok=True)
 
     def save_average(self, paths: list[Path]) -> Path:
-        """Average the weights of checkpoints and store the result as ``average``."""
+        """Average the weights of checkpoints, and write the result as ``average``."""
         total: dict[str, Tensor] = {}
         newest = Progress()
         for path in paths:
@@ -310,8 +351,10 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, saved: str) -> None:
-        """Remove old checkpoints. Later ones than that just saved are damaged, and must not push out good ones; nor
-        may those within a streak of skipped updates push out the newest from before it, to which the run rolls back.
+        """Remove old checkpoints.
+
+        Checkpoints later than the one just saved are damaged, and must not displace good ones. The newest one from
+        before a streak of skipped updates is kept, because the run may be rolled back to it.
         """
         names = [name for name in self.names() if name <= saved]
         best = self.pointer("best") if self._keep_best else None
@@ -321,7 +364,7 @@ class CheckpointStore:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _before_skips(self, name: str) -> bool:
-        """Whether a checkpoint stands outside a streak of skipped updates. Weights and moments are not looked at."""
+        """Return True if a checkpoint is outside a streak of skipped updates; its tensors are not read."""
         try:
             return Checkpoint(self.directory / name, verify=False).progress.skipped == 0
         except CheckpointError:
@@ -343,7 +386,7 @@ def _record(file: Path) -> dict[str, Any]:
 
 
 class _ShardWriter:
-    """Writes tensors into files of bounded size."""
+    """Writer of tensors into files of bounded size."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self._directory = directory
@@ -359,7 +402,7 @@ class _ShardWriter:
             self._flush()
 
     def close(self) -> dict[str, list[str]]:
-        """Finish, and tell which file holds which tensors."""
+        """Write what is pending, and return the names of the tensors in each file."""
         self._flush()
         return self._files
 

@@ -1,4 +1,4 @@
-"""Adam and the learning-rate schedules, in updates."""
+"""Adam and learning-rate schedules, in updates."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ class OptimizerConfig(Config):
 
 
 class ScheduleConfig(Config):
-    """How the learning rate goes over the updates: linearly up to ``optimizer.lr``, then down."""
+    """Learning-rate schedule: a linear warm-up to ``optimizer.lr``, then a decay."""
 
     name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
         default="inverse_sqrt", description="shape after the warm-up"
     )
     warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
-    initial_lr: float = Field(default=1e-7, ge=0.0, description="where the warm-up starts")
-    final_lr: float = Field(default=0.0, ge=0.0, description="where cosine and linear end, at training.max_updates")
+    initial_lr: float = Field(default=1e-7, ge=0.0, description="learning rate at the start of the warm-up")
+    final_lr: float = Field(
+        default=0.0, ge=0.0, description="learning rate of cosine and linear at training.max_updates"
+    )
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Adam over the trainable parameters; torch's fused kernels."""
+    """Build Adam over the trainable parameters of a module, with torch's fused kernels."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": trainable, "weight_decay": 0.0}]
     if config.weight_decay > 0.0:
@@ -49,7 +51,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
 
 
 def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates: int) -> float:
-    """Learning rate of an update, counted from 1.
+    """Return the learning rate of an update.
 
     - warm-up:       initial + (peak - initial) u / W
     - inverse_sqrt:  peak sqrt(W / u)
@@ -57,6 +59,12 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     - linear:        final + (peak - final) (U - u) / (U - W)
 
     with u the update, W ``warmup_updates``, U ``max_updates``.
+
+    Args:
+        update: u, from 1.
+        peak: learning rate at the end of the warm-up.
+        config: the schedule.
+        max_updates: U.
     """
     warmup = config.warmup_updates
     if update <= warmup:

@@ -1,8 +1,8 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
-Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/parity.py). $TENSOR_RANKS ranks
-share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and
-the same for a run that was probed, stopped half-way, probed again and restored.
+Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
+ranks share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some
+updates, and the same for a run that was probed, stopped half-way, probed again and restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import deepspeed.utils.nvtx
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.parity import Saved, build, loader_of, train
+from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
 
 UPDATES = 20
 STOPPED, RESUMED = 2, 5

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_nmt.parity import write_corpus
+from deepspeed_nmt.selftest.models import write_corpus
 from tests.support import ROOT, run_ranks
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]

@@ -15,7 +15,7 @@ import torch
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.runs import RunLock
+from deepspeed_nmt.run.lock import RunLock
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import run_ranks
@@ -205,7 +205,7 @@ def test_a_job_that_slurm_queued_again_waits_for_the_lock_of_a_lost_host(
         if len(asleep) == 2:
             lock.release()
 
-    monkeypatch.setattr("deepspeed_nmt.runs.time.sleep", sleep)
+    monkeypatch.setattr("deepspeed_nmt.run.lock.time.sleep", sleep)
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
     assert asleep[:2] == [10.0, 10.0]
     said = capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_too_little_memory_stops_with_advice(
 
     monkeypatch.setattr(PlainEngine, "_backward", full)
     assert main(words(data, tmp_path / "run", *small, "training.probe=always")) == 1
-    assert "stopped: the largest micro-batch that can come must fit into RAM" in capsys.readouterr().err
+    assert "stopped: the largest expected micro-batch must fit into RAM" in capsys.readouterr().err
     assert main(words(data, tmp_path / "run", *small, "training.probe=never")) == 1
     error = capsys.readouterr().err
     assert "stopped: update 1 must fit into RAM, but memory ran out with" in error

@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
 def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
     save(store, 1)
     (store.directory / "update-0000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints .* can be trusted \(update-0000001\)"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged \(update-0000001\)"):
         store.newest()
 
 

@@ -27,6 +27,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, LayerParts
 from deepspeed_nmt.parallel.world import World
+from tests.support import batch_of
 
 V = Vocabulary(40)
 
@@ -47,7 +48,7 @@ def batch(update: int = 1, seed: int = 5) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0], [15, 2, 0, 0, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0], [23, 24, 2, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0], [1, 23, 24, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4, 1]), 9, 12, 0, seed, update, 0, 9, 3)
+    return batch_of(source, inputs, output, ids=[30, 4, 1], seed=seed, update=update)
 
 
 def log_p(module: Transformer, states_BTD: Tensor) -> Tensor:
@@ -70,9 +71,9 @@ def test_each_layer_is_skipped_as_often_as_its_rate_says_and_runs_its_other_subl
 
     with_cross = layer.eval()(x, Context(memory_BSD=memory))
     layer.train()
-    attended = layer.self_attention(*[layer.self_residual.open(x)] * 2, causal=True)
-    state = layer.self_residual.close(x, attended)
-    without = layer.feed_forward_residual.close(state, layer.feed_forward(layer.feed_forward_residual.open(state)))
+    attended = layer.self_attention(*[layer.self_residual.pre_norm(x)] * 2, causal=True)
+    state = layer.self_residual.add(x, attended)
+    without = layer.feed_forward_residual.add(state, layer.feed_forward(layer.feed_forward_residual.pre_norm(state)))
     kinds = []
     for update in range(4000):
         result = run(update)
@@ -246,7 +247,7 @@ def test_what_is_masked_follows_the_sentence_wherever_it_stands() -> None:
     )
     for one, other in zip(term.mask(data), term.mask(turned), strict=True):
         assert torch.equal(one, other.flip(0)[:, :6])
-    assert not torch.equal(term.mask(data)[1], term.mask(replace(data, update=7))[1])
+    assert not torch.equal(term.mask(data)[1], term.mask(replace(data, update=replace(data.update, number=7)))[1])
 
 
 def test_contrast_is_infonce_with_two_candidates() -> None:

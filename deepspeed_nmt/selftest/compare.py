@@ -1,4 +1,4 @@
-"""The comparison of engines behind `deepspeed-nmt selftest`."""
+"""The comparison of engines that `deepspeed-nmt selftest` prints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import METHODS, Saved, build, loader_of, train, write_corpus
+from deepspeed_nmt.selftest.models import Saved, build, loader_of, methods, train, write_corpus
 
 UPDATES = 10
 
@@ -73,16 +73,17 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
 
     Args:
         world: all ranks, none of which share a model yet.
-        quick: only the method that does most.
+        quick: only the quick cases.
     """
     grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         write_corpus(directory)
-        for method in ["deep_decoder"] if quick else METHODS:
+        for method in methods(quick):
             alone = World(0, 1, world.local_rank, world.device)
-            with dispatch.only("torch"):  # the others run with what this machine chooses
-                reference, weights = _trained(build(method, "plain", alone, directory), alone, directory)
+            # The others run with the kernels that are chosen on this machine.
+            plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
+            reference, weights = _trained(plain, alone, directory)
             for engine, tensor_ranks in engines(world, method):
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
 

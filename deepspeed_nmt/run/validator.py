@@ -1,4 +1,4 @@
-"""Validation during training: loss by teacher forcing, BLEU by real beam search."""
+"""Validation during training: loss by teacher forcing, BLEU by search."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from deepspeed_nmt.config import ValidationConfig
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.data.loader import collate
-from deepspeed_nmt.data.plan import BatchConfig, cut_update
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.translate import translate_lines
-from deepspeed_nmt.train.loop import Validation
 from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.session import Validation
 
 
 class ModelValidator:
-    """Judges the model by loss and BLEU.
+    """Validation of the model by loss and BLEU.
 
-    The weights are gathered once; then each rank scores and translates its share without waiting for others.
+    Weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
 
     Args:
-        replica: the model.
-        objective: of the run.
-        data: whose validation set is used.
-        config: what to do.
-        search: how to translate.
-        batch: bounds the size of a batch of the loss.
-        world: the ranks.
+        replica: The model.
+        objective: Objective of the run.
+        data: Data directory with the raw validation text.
+        validation: Validation set as batches.
+        config: Settings.
+        search: Search and its settings.
+        world: The ranks.
     """
 
     def __init__(
@@ -42,18 +41,17 @@ class ModelValidator:
         replica: Replica,
         objective: Objective,
         data: DataDirectory,
+        validation: ValidationSet,
         config: ValidationConfig,
         search: SearchConfig,
-        batch: BatchConfig,
         world: World,
     ) -> None:
         self._replica = replica
         self._objective = objective
-        self._corpus = data.corpus("valid")
+        self._validation = validation
         self._tokenizer = data.tokenizer()
         self._config = config
         self._search = search
-        self._batch = batch
         self._world = world
         with data.text("valid", "source").open("rb") as stream:
             self._sources = list(text_lines(stream))
@@ -61,6 +59,7 @@ class ModelValidator:
             self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
 
     def __call__(self, update: int) -> Validation:
+        """Validate the weights after ``update``; all ranks call it together."""
         with self._replica.at(update) as model:
             values = self._loss(model)
             if self._config.bleu:
@@ -71,15 +70,8 @@ class ModelValidator:
         return Validation(values, score)
 
     def _loss(self, model: TranslationModel) -> dict[str, float]:
-        source, target = self._corpus.source_lengths, self._corpus.target_lengths
-        longest = int(max(source.max(), target.max()))
-        limits = self._batch.model_copy(update={"micro_tokens": max(longest, self._batch.micro_tokens)})
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
-        everything = torch.arange(len(self._corpus)).numpy()
-        for group in cut_update(everything, source, target, self._world.ranks, limits)[self._world.rank]:
-            # What is averaged over sentences is so over all of them, however they are cut.
-            vocabulary, tokens, sentences = self._tokenizer.vocabulary, int(target.sum()), len(self._corpus)
-            batch = collate(self._corpus, group, vocabulary, update_tokens=tokens, update_sentences=sentences)
+        for batch in self._validation.batches():
             with torch.no_grad():
                 output = self._objective(model, batch.to(self._world.device))
             sums["loss"] += float(output.loss)
@@ -95,7 +87,7 @@ class ModelValidator:
 
     def _bleu(self, model: TranslationModel) -> float:
         count = min(len(self._sources), self._config.max_sentences or len(self._sources))
-        # Every ranks-th sentence: shares of like difficulty, put back in order below.
+        # Every ranks-th sentence, so that all ranks have similar work; put back in order below.
         mine = range(self._world.rank, count, self._world.ranks)
         translations = translate_lines(
             model,

@@ -19,10 +19,17 @@ SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 
 
 class TokenizerFile(NamedTuple):
-    """A tokenizer: its JSON as `tokenizers` reads it, and the numbers of its special tokens by :data:`SPECIAL`."""
+    """A tokenizer.
+
+    Attributes:
+        content: its JSON, as `tokenizers` reads it.
+        special: numbers of its special tokens, by the names in :data:`SPECIAL`.
+        size: number of its tokens.
+    """
 
     content: str
     special: dict[str, int]
+    size: int
 
 
 def load_shape(name: str, option: str) -> dict[str, Any]:
@@ -84,7 +91,7 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
     if backend is None or lacking or backend.get_vocab_size() <= len(SPECIAL):
         what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
         raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
-    return TokenizerFile(backend.to_str(), special)
+    return TokenizerFile(backend.to_str(), special, backend.get_vocab_size())
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:

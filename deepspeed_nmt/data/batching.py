@@ -1,13 +1,13 @@
-"""Which sentences make which update, and how an update is cut into micro-batches. All batch arithmetic is here.
+"""Batch arithmetic: the sentences of each update, and the micro-batches of each rank.
 
-The plan of an epoch is a pure function of (lengths, seed, epoch, update_tokens). It knows nothing of GPUs, so a run
-resumed on other hardware makes the same updates. Cutting an update is where ranks and memory come in.
+The updates of an epoch are a pure function of (lengths, seed, epoch, update_tokens). They do not depend on GPUs, so a
+run resumed on other hardware makes the same updates. Ranks and memory matter only when an update is cut.
 
 1. The corpus is shuffled and taken in windows.
 2. Within a window, sentences are sorted by length and cut into *grains* of about ``grain_tokens`` target tokens.
-3. The window's grains are shuffled, and each update takes the next few. An update is so a mixture of lengths, unless
-   it is only one or two grains wide: then it is nearly homogeneous.
-4. An update is sorted by length and cut into ranks x n micro-batches of like padded size, with the smallest n that
+3. The window's grains are shuffled, and each update takes the next few. Thus an update is a mixture of lengths,
+   unless it has only one or two grains.
+4. An update is sorted by length and cut into ranks x n micro-batches of similar padded size, with the smallest n that
    keeps every one within ``micro_tokens`` and padding within ``max_padding``.
 
 ``micro_tokens`` counts rows x max(longest source, longest target).
@@ -31,13 +31,13 @@ Lengths = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
 _WINDOW_UPDATES = 256
-"""Updates in a window: enough that sentences of nearly equal length in both languages meet."""
+"""Updates in a window, enough to find sentences of nearly equal length in both languages."""
 _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
-"""Updates that are cut to learn how large micro-batches are, and how much larger others may be."""
+"""Updates that are cut to estimate the size of micro-batches, and a factor for larger ones among the others."""
 
 
 class BatchConfig(Config):
-    """How much text an update and a GPU take."""
+    """Amounts of text in an update and on a GPU."""
 
     update_tokens: int = Field(
         default=32768, ge=1, description="target tokens in one update, over all GPUs (the papers' 8 x 4096)"
@@ -51,17 +51,17 @@ class BatchConfig(Config):
 
 
 def grain_tokens(update_tokens: int) -> int:
-    """Target tokens of one grain: an eighth of an update, but 512 to 2048, and never more than an update."""
+    """Compute the target tokens of a grain: an eighth of an update within 512 to 2048, at most an update."""
     return min(update_tokens, max(512, min(2048, update_tokens // 8)))
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class EpochUpdates:
     """The updates of one epoch.
 
     Attributes:
-        order: sentence indices, shape (sentences,).
-        bounds: update u is ``order[bounds[u] : bounds[u + 1]]``, shape (updates + 1,).
+        order: Sentence indices. Shape: (sentences,)
+        bounds: Update u is ``order[bounds[u] : bounds[u + 1]]``. Shape: (updates + 1,)
     """
 
     order: Indices
@@ -74,10 +74,15 @@ class EpochPlan:
         return self.order[self.bounds[update] : self.bounds[update + 1]]
 
 
-def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> EpochPlan:
-    """Plan an epoch over sentences of the given lengths (end-of-sentence tokens included).
+def epoch_updates(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> EpochUpdates:
+    """Divide the sentences of an epoch into updates; every sentence is in exactly one.
 
-    Every sentence is in exactly one update.
+    Args:
+        source: Source lengths, EOS included. Shape: (sentences,)
+        target: Target lengths, EOS included. Shape: (sentences,)
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        update_tokens: Target tokens in one update.
     """
     shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
     grain = grain_tokens(update_tokens)
@@ -96,23 +101,30 @@ def plan_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_t
     grains_per_update = max(1, update_tokens // grain)
     inner = ends[grains_per_update - 1 : -1 : grains_per_update]
     bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
-    return EpochPlan(np.concatenate(pieces), bounds)
+    return EpochUpdates(np.concatenate(pieces), bounds)
 
 
 def largest_micro_batch(
-    plan: EpochPlan, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+    updates: EpochUpdates, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> Indices:
-    """The sentences of the largest micro-batch that can be expected of any update, the longest first.
+    """Choose the sentences of the largest micro-batch that can be expected of any update.
 
-    How large that is, a sample of the updates tells: ``micro_tokens``, or less where updates are small or padding has
-    them cut finer. Of all sentences that fill it but for 3%, these are the longest. Shape: -> (B,)
+    A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are cut finer because of
+    padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
 
     Args:
-        plan: of some epoch.
+        updates: Updates of any epoch.
+        source: Source lengths, EOS included. Shape: (sentences,)
+        target: Target lengths, EOS included. Shape: (sentences,)
+        ranks: Number of data-parallel ranks.
+        config: Bounds of a micro-batch.
+
+    Returns:
+        Sentence indices, the longest first. Shape: (B,)
     """
     longest = np.maximum(source, target).astype(np.int64)
-    sample = range(0, len(plan), max(1, len(plan) // _SAMPLED_UPDATES))
-    cuts = (cut_update(plan[update], source, target, ranks, config) for update in sample)
+    sample = range(0, len(updates), max(1, len(updates) // _SAMPLED_UPDATES))
+    cuts = (cut_update(updates[update], source, target, ranks, config) for update in sample)
     seen = max(
         len(group) * int(longest[group].max()) for cut in cuts for groups in cut for group in groups if len(group)
     )
@@ -121,14 +133,15 @@ def largest_micro_batch(
     # Candidates are neighbours in this order: from each sentence on, as many as fit.
     rows = np.minimum(budget // longest[order], np.arange(len(order), 0, -1))
     sizes = rows * longest[order]
-    first = int((sizes >= 0.97 * sizes.max()).argmax())  # attention makes long sentences cost more than many
+    first = int((sizes >= 0.97 * sizes.max()).argmax())  # attention makes long sentences cost more than short ones
     return order[first : first + int(rows[first])]
 
 
 def by_length(source: Lengths, target: Lengths) -> Indices:
-    """Order sentences by target length; among equals by source length, alternately up and down.
+    """Sort sentences by target length, and those of equal target length by source length.
 
-    Turning round at each target length keeps neighbours alike in *both* lengths.
+    Source lengths rise for even target lengths and fall for odd ones, which keeps neighbours similar in *both*
+    lengths.
     """
     order: Indices = np.lexsort((np.where(target % 2 == 0, source, -source), target))
     return order
@@ -137,12 +150,20 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
 def cut_update(
     indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> list[list[Indices]]:
-    """Cut an update's sentences into micro-batches: per rank, a list of index arrays, equally many for every rank.
+    """Cut an update's sentences into micro-batches, equally many for every rank.
 
-    Arrays may be empty where there is nothing left to do.
+    Args:
+        indices: Sentences of the update. Shape: (sentences,)
+        source: Source lengths of the corpus, EOS included. Shape: (corpus,)
+        target: Target lengths of the corpus, EOS included. Shape: (corpus,)
+        ranks: Number of data-parallel ranks.
+        config: Bounds of a micro-batch.
+
+    Returns:
+        For each rank the indices of each micro-batch's sentences; the last ones may be empty.
 
     Raises:
-        ConfigError: if a sentence alone is larger than ``micro_tokens``.
+        ConfigError: If a single sentence is larger than ``micro_tokens``.
     """
     indices = indices[by_length(source[indices], target[indices])]
     s, t = source[indices].astype(np.int64), target[indices].astype(np.int64)
@@ -163,12 +184,12 @@ def cut_update(
     groups = np.split(indices, bounds[1:-1])
     empty = indices[:0]
     groups.extend([empty] * (ranks * count - len(groups)))
-    # Neighbours in length go to different ranks, so that ranks have like work at the same time.
+    # Neighbours in length go to different ranks, so that ranks have similar work at the same time.
     return [groups[rank::ranks] for rank in range(ranks)]
 
 
 def _balanced_cut(s: Indices, t: Indices, groups: int) -> Indices:
-    """Bounds of at most ``groups`` contiguous groups whose largest padded size is (nearly) as small as possible."""
+    """Cut into at most ``groups`` contiguous groups whose largest padded size is (nearly) as small as possible."""
     low, high = int(np.maximum(s, t).max()), int(max(s.max(), t.max())) * len(s)
     best = np.array([0, len(s)], dtype=np.int64) if groups == 1 else None
     while low < high:
@@ -187,7 +208,7 @@ def _balanced_cut(s: Indices, t: Indices, groups: int) -> Indices:
 
 
 def _greedy_cut(s: Indices, t: Indices, budget: int, groups: int) -> Indices | None:
-    """Fill groups up to ``budget`` padded tokens, one after the other; None if more than ``groups`` are needed."""
+    """Fill groups up to ``budget`` padded tokens; return None if more than ``groups`` are needed."""
     bounds = [0]
     while bounds[-1] < len(s):
         if len(bounds) > groups:
@@ -202,23 +223,23 @@ def _greedy_cut(s: Indices, t: Indices, budget: int, groups: int) -> Indices | N
 
 
 def _padded(s: Indices, t: Indices, bounds: Indices) -> Indices:
-    """rows x max(longest source, longest target) of each group."""
+    """Compute rows x max(longest source, longest target) of each group."""
     longest = np.maximum(np.maximum.reduceat(s, bounds[:-1]), np.maximum.reduceat(t, bounds[:-1]))
     sizes: Indices = longest * np.diff(bounds)
     return sizes
 
 
 def _padding(s: Indices, t: Indices, bounds: Indices) -> float:
-    """Share of positions, source and target together, that hold padding."""
+    """Compute the share of positions, source and target together, that hold padding."""
     widths = np.maximum.reduceat(s, bounds[:-1]) + np.maximum.reduceat(t, bounds[:-1])
     return 1.0 - float(s.sum() + t.sum()) / float((widths * np.diff(bounds)).sum())
 
 
 def check_lengths(source: Lengths, target: Lengths, config: BatchConfig) -> None:
-    """Refuse a corpus with a sentence larger than a micro-batch, before training rather than in the middle of it.
+    """Refuse a corpus with a sentence larger than a micro-batch, before training instead of in the middle of it.
 
     Raises:
-        ConfigError: naming the longest sentence.
+        ConfigError: If there is one; the message names the longest sentence.
     """
     longest = np.maximum(source, target)
     if len(longest) and int(longest.max()) > config.micro_tokens:
@@ -232,6 +253,6 @@ def check_lengths(source: Lengths, target: Lengths, config: BatchConfig) -> None
 
 
 def shares(count: int, ranks: int) -> Sequence[range]:
-    """Contiguous shares of 0..count-1, one per rank, of as equal a size as possible."""
+    """Divide 0..count-1 into contiguous ranges of nearly equal size, one for each rank."""
     bounds = [count * rank // ranks for rank in range(ranks + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

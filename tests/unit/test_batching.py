@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_nmt.data.plan import (
+from deepspeed_nmt.data.batching import (
     BatchConfig,
     check_lengths,
     cut_update,
+    epoch_updates,
     grain_tokens,
     largest_micro_batch,
-    plan_epoch,
     shares,
 )
 from deepspeed_nmt.errors import ConfigError
@@ -27,29 +27,29 @@ def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, 
 
 def test_every_sentence_is_in_exactly_one_update() -> None:
     source, target = lengths(5000)
-    plan = plan_epoch(source, target, seed=1, epoch=0, update_tokens=4096)
+    plan = epoch_updates(source, target, seed=1, epoch=0, update_tokens=4096)
     assert sorted(np.concatenate([plan[u] for u in range(len(plan))])) == list(range(5000))
 
 
 def test_updates_have_the_size_asked_for() -> None:
     source, target = lengths(20000)
-    plan = plan_epoch(source, target, seed=1, epoch=0, update_tokens=8192)
+    plan = epoch_updates(source, target, seed=1, epoch=0, update_tokens=8192)
     sizes = np.array([target[plan[u]].sum() for u in range(len(plan) - 1)])
     assert abs(sizes.mean() / 8192 - 1) < 0.02 and sizes.min() > 0.85 * 8192 and sizes.max() < 1.15 * 8192
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     source, target = lengths(2000)
-    first = plan_epoch(source, target, 1, 0, 2048)
-    assert np.array_equal(first.order, plan_epoch(source, target, 1, 0, 2048).order)
-    assert not np.array_equal(first.order, plan_epoch(source, target, 1, 1, 2048).order)
-    assert not np.array_equal(first.order, plan_epoch(source, target, 2, 0, 2048).order)
+    first = epoch_updates(source, target, 1, 0, 2048)
+    assert np.array_equal(first.order, epoch_updates(source, target, 1, 0, 2048).order)
+    assert not np.array_equal(first.order, epoch_updates(source, target, 1, 1, 2048).order)
+    assert not np.array_equal(first.order, epoch_updates(source, target, 2, 0, 2048).order)
 
 
 def test_plan_is_pinned() -> None:
     """A change here changes every run that is resumed: it must be deliberate."""
     source = np.arange(2, 42, dtype=np.int32)
-    plan = plan_epoch(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
+    plan = epoch_updates(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
     assert plan[0].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
 
 
@@ -60,7 +60,7 @@ PINNED_BOUNDS = [0, 3, 8, 11, 15, 27, 29, 31, 34, 40]
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])
 def test_padding_stays_under_a_tenth_and_size_within_micro_tokens(update: int, micro: int, ranks: int) -> None:
     source, target = lengths(60000)
-    plan = plan_epoch(source, target, 1, 0, update)
+    plan = epoch_updates(source, target, 1, 0, update)
     config = BatchConfig(update_tokens=update, micro_tokens=micro)
     real = padded = 0
     for u in range(0, len(plan) - 1, max(1, len(plan) // 20)):
@@ -76,7 +76,7 @@ def test_padding_stays_under_a_tenth_and_size_within_micro_tokens(update: int, m
 
 def test_the_cut_holds_the_same_sentences_for_any_number_of_ranks() -> None:
     source, target = lengths(3000)
-    update = plan_epoch(source, target, 1, 0, 8192)[2]
+    update = epoch_updates(source, target, 1, 0, 8192)[2]
     for ranks in (1, 2, 3, 8, 64):
         cut = cut_update(update, source, target, ranks, BatchConfig(update_tokens=8192, micro_tokens=1024))
         assert len(cut) == ranks
@@ -85,7 +85,7 @@ def test_the_cut_holds_the_same_sentences_for_any_number_of_ranks() -> None:
 
 def test_ranks_get_like_work_at_the_same_time() -> None:
     source, target = lengths(60000)
-    update = plan_epoch(source, target, 1, 0, 32768)[5]
+    update = epoch_updates(source, target, 1, 0, 32768)[5]
     cut = cut_update(update, source, target, 4, BatchConfig(update_tokens=32768, micro_tokens=4096))
     for step in zip(*cut, strict=True):
         sizes = [len(g) * max(source[g].max(), target[g].max()) if len(g) else 0 for g in step]
@@ -130,11 +130,11 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
     def size(group: np.ndarray) -> int:
         return len(group) * int(np.maximum(source[group], target[group]).max()) if len(group) else 0
 
-    plan = plan_epoch(source, target, 1, 0, update_tokens)
+    plan = epoch_updates(source, target, 1, 0, update_tokens)
     largest = size(largest_micro_batch(plan, source, target, ranks, config))
     seen = []
     for epoch in range(2):
-        plan = plan_epoch(source, target, 1, epoch, update_tokens)
+        plan = epoch_updates(source, target, 1, epoch, update_tokens)
         for update in range(len(plan)):
             cut = cut_update(plan[update], source, target, ranks, config)
             seen += [size(group) for groups in cut for group in groups]
@@ -144,6 +144,6 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
 
 def test_of_equally_large_micro_batches_the_longest_is_expected() -> None:
     target = np.array([10] * 50 + [20] * 25, dtype=np.int32)
-    plan = plan_epoch(target, target, 1, 0, 400)
+    plan = epoch_updates(target, target, 1, 0, 400)
     config = BatchConfig(update_tokens=400, micro_tokens=200)
     assert largest_micro_batch(plan, target, target, 1, config).tolist() == list(range(50, 60))

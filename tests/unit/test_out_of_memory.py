@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.train.memory import explained, probe
+from deepspeed_nmt.train.out_of_memory import explained, probe
 from tests.support import random_corpus
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     some = itertools.islice(loader.updates(Cursor(), 1), 20)
     seen = max(batch.padded_tokens for update in some for batch in update.micro_batches)
     assert 0.97 * seen <= batch.padded_tokens <= 200
-    assert batch.update == 0 and batch.update_tokens == batch.target_tokens and batch.update_sentences == batch.rows
+    assert batch.update == UpdateInfo(seed=batch.update.seed, tokens=batch.target_tokens, sentences=batch.rows)
     assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; it takes" in caplog.text
 
 
@@ -81,7 +82,7 @@ def test_too_little_memory_is_explained(loader: TrainLoader, error: Exception) -
     with pytest.raises(TrainingError) as caught:
         probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
-    assert message.startswith("the largest micro-batch that can come must fit into RAM, but memory ran out")
+    assert message.startswith("the largest expected micro-batch must fit into RAM, but memory ran out")
     assert f"{batch.rows} rows x {batch.longest} tokens, {batch.padded_tokens} of batch.micro_tokens" in message
     assert str(error).split("\n")[0].rstrip(".") in message
     for setting in ("batch.micro_tokens", "engine.recompute_decoder=1", "zero3", "engine.tensor_parallel"):

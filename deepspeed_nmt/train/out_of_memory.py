@@ -1,4 +1,4 @@
-"""Running out of memory: noticed before the first update, and explained whenever it happens."""
+"""Running out of memory: tested before the first update, and explained wherever it happens."""
 
 from __future__ import annotations
 
@@ -19,39 +19,44 @@ from deepspeed_nmt.errors import TrainingError
 Probe = Literal["auto", "always", "never"]
 
 _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
-"""What says so in the message of an error that has no class of its own."""
+"""Phrases in messages of errors that have no class of their own."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: on its GPU, or in RAM."""
+    """Return the peak memory of this process in GiB: on its GPU, or in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
-    """Try out the largest micro-batch that can come, so that a run does not find out after days that it has no room.
+    """Run the largest expected micro-batch, so that a run does not fail for lack of memory after days.
 
-    Changes nothing: a run does the same to the bit with and without. Comes before the engine is restored. All ranks
-    call it together.
+    Nothing changes: a run is the same to the bit with and without it. It must precede :meth:`Engine.restore`. All
+    ranks call it together.
+
+    Args:
+        wanted: auto runs it on GPUs only.
+        engine: not yet restored.
+        loader: of the run.
 
     Raises:
-        TrainingError: if it does not fit.
+        TrainingError: if the micro-batch does not fit.
     """
     device = engine.device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
         return
     started = time.monotonic()
     batch = loader.largest()
-    hint = "; training.probe=never starts without trying"
-    with explained("the largest micro-batch that can come", [batch], device, hint):
+    hint = "; training.probe=never starts without this test"
+    with explained("the largest expected micro-batch", [batch], device, hint):
         engine.probe(batch)
     logger.info(
-        "largest micro-batch: %d rows x %d tokens; it takes %.1f GiB%s (tried out in %.1f s)",
+        "largest micro-batch: %d rows x %d tokens; peak memory %.1f GiB%s (tested in %.1f s)",
         batch.rows,
         batch.longest,
         peak_memory_gib(device),
-        f" of {_capacity_gib(device):.1f}" if device.type == "cuda" else " of RAM, with all else",
+        f" of {_capacity_gib(device):.1f}" if device.type == "cuda" else " of RAM, the program included",
         time.monotonic() - started,
     )
     if device.type == "cuda":
@@ -61,12 +66,13 @@ def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
 
 @contextmanager
 def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, hint: str = "") -> Iterator[None]:
-    """Turn running out of memory inside into a message that says how large things are and what to change.
+    """Turn an out-of-memory error of the block into a message with sizes and settings to change.
 
     Args:
-        what: is being done, to begin the message with.
-        micro_batches: that it is done with.
-        hint: what else could be done about it.
+        what: the work in the block, which begins the message.
+        micro_batches: of that work.
+        device: that runs out of memory.
+        hint: a further remedy, which ends the message.
 
     Raises:
         TrainingError: if memory runs out.
@@ -90,7 +96,7 @@ def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, h
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came of, says that memory ran out."""
+    """Return True if an error, or one that caused it, is an out-of-memory error."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True

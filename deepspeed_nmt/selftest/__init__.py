@@ -1,0 +1,1 @@
+"""Comparison of engines and layouts on this machine or cluster."""
