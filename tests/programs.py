@@ -10,6 +10,7 @@ shows it is the server's.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -35,6 +36,7 @@ LIBRARIES = (
 )
 """Libraries imported only when they are needed, mostly by DeepSpeed's and torch's optimizers."""
 
+_PR_SET_PDEATHSIG = 1
 _FORKING = multiprocessing.get_context("forkserver")
 
 
@@ -128,7 +130,9 @@ def preload() -> None:
 
 
 def _run(command: list[str], environment: dict[str, str], log: str) -> None:
-    """Become ``python *command``, in a process that the server has forked."""
+    """Become ``python *command``, in a process that the server has forked and that ends with it."""
+    with suppress(OSError, AttributeError):  # Linux alone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(stream, descriptor)

@@ -19,7 +19,7 @@ from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
 
-UPDATES = 20
+UPDATES = 12
 STOPPED, RESUMED = 2, 5
 
 
