@@ -3,7 +3,7 @@
     python benchmarks/planned.py --data DATA --out OUT [--recipe R] [--gib 16] [--updates 100] [key=value ...]
 
 Prints planned and measured peak memory, target tokens a second and MFU over the second half. Without a GPU it only
-shows that the road is open: nothing is restricted, and the figures say nothing.
+shows that the script runs: memory is not restricted, and the figures mean nothing.
 """
 
 from __future__ import annotations

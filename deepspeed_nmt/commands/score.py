@@ -74,27 +74,25 @@ def run(arguments: argparse.Namespace) -> int:
 def _read(arguments: argparse.Namespace) -> ScoreInputs:
     """Read all files of the command line, aligned.
 
-    A file named twice in one role is read once: comparing it with itself tells nothing.
+    A file named twice in one role is read once.
     """
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
     if names.count("-") > 1:
-        raise DataError(
-            "Standard input (`-`) can be only one of the files, but is given more than once; name the rest."
-        )
-    # One list for the lines of each name, whatever its role: standard input can be read but once.
+        raise DataError("standard input (`-`) can be only one of the files, but is given more than once; give paths")
+    # One list for each name, shared by its roles: standard input can be read only once.
     lines = {name: read_sentences(name) for name in dict.fromkeys(names)}
     if len({len(sentences) for sentences in lines.values()}) > 1:
         counts = "\n".join(f"  {len(sentences):>9,}  {shown_name(name)}" for name, sentences in lines.items())
         raise DataError(
-            "All files must be aligned line by line, but their numbers of lines differ:\n"
-            f"{counts}\nGive files of the same sentences; a short hypothesis may be an unfinished translation."
+            "all files must be aligned line by line, but their numbers of lines differ:\n"
+            f"{counts}\ngive files of the same sentences; a short hypothesis may be an unfinished translation"
         )
     if arguments.segmented:
         lines = {name: [join_segments(line) for line in sentences] for name, sentences in lines.items()}
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
-        from deepspeed_nmt.data.directory import open_tokenizer  # its libraries take a while
+        from deepspeed_nmt.data.directory import open_tokenizer  # imported late: its libraries take seconds
 
         tokenizer = open_tokenizer(arguments.like)
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}

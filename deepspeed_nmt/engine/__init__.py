@@ -1,4 +1,4 @@
-"""Engines: plain torch, or DeepSpeed."""
+"""Engines that carry out updates: plain torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from deepspeed_nmt.parallel.world import World
 def build_engine(
     settings: EngineSettings, module: TrainModule, optimizer: torch.optim.Optimizer, world: World, dummy: Batch
 ) -> Engine:
-    """Build an engine around a module whose weights are loaded.
+    """Build an engine.
 
     Args:
-        dummy: a batch of no weight.
+        settings: resolved settings of the engine.
+        module: model and objective; the weights are loaded already.
+        optimizer: torch's Adam over the module's parameters.
+        world: the ranks.
+        dummy: a batch without target tokens.
 
     Raises:
-        ConfigError: if DeepSpeed is asked for and not installed.
+        ConfigError: if the settings name DeepSpeed and it cannot be imported.
     """
     if settings.ds_config is None:
         return PlainEngine(module, optimizer, settings.clip_norm, settings.precision, world)

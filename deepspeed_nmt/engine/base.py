@@ -1,11 +1,11 @@
-"""What an engine promises, and what all engines share.
+"""Contract of an engine, and code that all engines share.
 
-An engine carries out updates: it runs :class:`TrainModule` once per micro-batch, adds up gradients, communicates,
-clips and steps. Whatever it is, an update minimises
+An engine carries out updates. It runs :class:`TrainModule` once per micro-batch, accumulates gradients, reduces them
+over ranks, clips them and takes a step. Every engine minimises
 
     (sum of the losses of all micro-batches on all ranks) / (target tokens of the update)
 
-and its gradient norm is the norm of that quotient's gradient.
+and reports the norm of the gradient of this quotient.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's running means of the gradient and of its square, by torch's names."""
+"""Adam's first and second moment, by torch's names."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What came of an update.
+    """Result of an update.
 
     Attributes:
-        sums: this rank's sums of "loss", "nll" and the objective's terms (fp32 scalars, still on the device).
-        grad_norm: before clipping; infinite or NaN if ``skipped``.
-        skipped: the gradient was not finite, so the weights were left as they are.
+        sums: "loss", "nll" and the objective's further sums, each over this rank's micro-batches (fp32 scalars, on
+            the device).
+        grad_norm: norm of the gradient before clipping; infinite or NaN if ``skipped``.
+        skipped: True if the gradient was not finite and the weights were left unchanged.
         loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
-        culprits: if skipped and looked for, parameters whose gradients are not finite. Only those that this rank
-            holds a part of.
+        culprits: names of parameters whose gradients are not finite, if the update was skipped and they were
+            determined. Contains only parameters of which this rank holds a part.
     """
 
     sums: dict[str, Tensor]
@@ -48,7 +49,13 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """A parameter and its optimizer state, whole and in fp32 (on the CPU), whatever the layout."""
+    """A parameter and its optimizer state, independent of the layout.
+
+    Attributes:
+        name: of the parameter in the model.
+        weight: the whole parameter, fp32, on the CPU.
+        moments: whole moments by the names in MOMENTS, fp32, on the CPU; empty before the first step.
+    """
 
     name: str
     weight: Tensor
@@ -60,7 +67,7 @@ class EngineScalars:
     """The part of an engine's state that is not tensors.
 
     Attributes:
-        optimizer_step: steps that Adam has taken (skipped ones not counted).
+        optimizer_step: steps that Adam has taken, without skipped ones.
         loss_scale: current factor on the loss.
         good_updates: updates since the loss scale last changed.
     """
@@ -71,16 +78,17 @@ class EngineScalars:
 
 
 class SavedState(Protocol):
-    """Where an engine reads weights and Adam's moments from when a run is resumed."""
+    """Source of weights and Adam's moments when a run is resumed."""
 
     def weight(self, name: str) -> Tensor:
-        """The parameter ``name``: whole, fp32, on the CPU."""
+        """Return the whole parameter ``name``, fp32, on the CPU."""
 
     def moment(self, name: str, which: str) -> Tensor:
-        """Moment ``which`` (see MOMENTS) of the parameter ``name``: whole, fp32, on the CPU."""
+        """Return the whole moment ``which`` (see MOMENTS) of the parameter ``name``, fp32, on the CPU."""
 
 
 OnMicroBatch = Callable[[int], object]
+"""Callback that receives the index of a micro-batch, from 0, before the micro-batch runs."""
 
 
 def ignore_micro_batch(index: int) -> None:
@@ -88,14 +96,15 @@ def ignore_micro_batch(index: int) -> None:
 
 
 class Engine(ABC):
-    """Carries out updates and gives out the state of the model, independent of its layout.
+    """Carries out updates, and exposes the training state independent of its layout.
 
-    Weights are loaded into ``module`` before an engine is made; Adam's state afterwards by :meth:`restore`. An engine
-    is restored, and probed, before its first update or never; to go back to an older state, make a new one.
+    Weights are loaded into ``module`` before the engine is built. Adam's state is loaded by :meth:`restore`.
+    :meth:`probe` and :meth:`restore` are called before the first update, in this order, or not at all. To return to
+    an older state, build a new engine.
 
     Attributes:
         module: model and objective.
-        device: where micro-batches must be.
+        device: device of the model; micro-batches are moved to it.
     """
 
     module: TrainModule
@@ -110,46 +119,59 @@ class Engine(ABC):
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
-        """Take one step. Every rank passes equally many micro-batches, and the token count of the whole update.
+        """Carry out one update. Collective: all ranks must call it.
 
         Args:
-            explain: look for culprits should the step be skipped, even where that costs time. Without it only those
-                are named that are found for nothing, and none while fp16's loss scale may be to blame.
-            on_micro_batch: called with the index of each micro-batch, from 0, before it is run.
+            micro_batches: of this rank; their number is equal on all ranks.
+            target_tokens: of the whole update, over all ranks.
+            lr: learning rate.
+            explain: determine the culprits of a skipped step even if that costs time. If False, they are determined
+                only where they cost nothing, and never when fp16's loss scale can be the cause.
+            on_micro_batch: called with the index of each micro-batch, from 0, before it runs.
         """
 
     @abstractmethod
     def probe(self, batch: Batch) -> None:
-        """Use as much memory as an update with this micro-batch can, and change nothing. Before :meth:`restore`.
+        """Allocate as much memory as an update with this micro-batch needs; leave the training state unchanged.
 
-        All ranks call it together with the same batch.
+        Collective: all ranks must call it with the same batch, before :meth:`restore`.
+
+        Args:
+            batch: a micro-batch of the largest size.
         """
 
     @abstractmethod
     def parameters(self) -> Iterator[ParameterState]:
-        """Each parameter's weight without moments. All ranks must iterate together."""
+        """Yield each parameter's weight without moments. Collective: all ranks must iterate."""
 
     @abstractmethod
     def state(self) -> Iterator[ParameterState]:
-        """Each parameter's weight and moments. All ranks must iterate together."""
+        """Yield each parameter's weight and moments. Collective: all ranks must iterate."""
 
     @abstractmethod
     def scalars(self) -> EngineScalars:
-        """The rest of the state."""
+        """Return the part of the training state that is not tensors."""
 
     @abstractmethod
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        """Go on from a saved state, whose weights are in the model already."""
+        """Load Adam's state and the loss scale of a checkpoint.
+
+        Args:
+            saved: the checkpoint; its weights are in the model already.
+            scalars: the part of its state that is not tensors.
+        """
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Release the resources of the engine."""
         return None
 
 
 def seed_dropout(batch: Batch, rank: int) -> None:
-    """Make this micro-batch's dropout masks a function of (seed, update, micro-batch, rank), resumed or not.
+    """Seed torch's generator, so that dropout masks are a function of (seed, update, micro-batch, rank).
 
-    Ranks that share a model work on the same micro-batch, and pass the same ``rank``.
+    Args:
+        batch: the micro-batch that runs next.
+        rank: data-parallel rank: tensor-parallel ranks process the same micro-batch and must draw the same masks.
     """
     update = batch.update
     key = randomness.key(update.seed, randomness.Purpose.DROPOUT, update.number, update.micro_batch, rank)
@@ -157,13 +179,18 @@ def seed_dropout(batch: Batch, rank: int) -> None:
 
 
 def add_sums(total: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Add scalars to running sums of the same names, on the device."""
+    """Add scalars to running sums of the same names, on the device.
+
+    Args:
+        total: the running sums; updated in place.
+        new: scalars to add; gradients do not flow through them.
+    """
     for name, value in new.items():
         total[name] = total[name] + value.detach() if name in total else value.detach()
 
 
 def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    """Names of the gradients that are not finite."""
+    """Return the names of the gradients that contain an infinite value or NaN."""
     return tuple(
         name
         for name, gradient in gradients.items()
@@ -172,11 +199,15 @@ def not_finite(gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
 
 
 class LossScale:
-    """fp16's factor on the loss: halved when a gradient overflows, doubled after ``window`` updates without.
+    """Dynamic loss scale of fp16: halved on overflow, doubled after ``window`` updates without overflow.
 
     Args:
-        initial: 1.0 with ``window`` 0 means no scaling.
-        window: updates without overflow after which the scale doubles; 0 keeps it.
+        initial: first scale.
+        window: updates without overflow after which the scale doubles; 0 keeps the scale constant.
+
+    Attributes:
+        value: current factor on the loss.
+        good_updates: updates since the scale last changed.
     """
 
     def __init__(self, initial: float, window: int) -> None:
@@ -185,7 +216,7 @@ class LossScale:
         self._window = window
 
     def record(self, overflow: bool) -> None:
-        """Note how an update went, for the next one's scale."""
+        """Adapt the scale after an update, which overflowed or not."""
         if self._window == 0:
             return
         if overflow:

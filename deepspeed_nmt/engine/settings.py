@@ -1,4 +1,4 @@
-"""Settings of an engine, resolved once: the precision, and DeepSpeed's configuration, checked and completed."""
+"""Resolved settings of an engine: the precision, and the complete configuration of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class EngineSettings:
     """Resolved settings of an engine.
 
     Attributes:
-        precision: of the forward and backward computation.
-        clip_norm: gradients are scaled down to this norm; 0 leaves them.
-        ds_config: DeepSpeed's configuration, complete; None for plain torch.
+        precision: of the forward and backward pass.
+        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        ds_config: complete configuration of DeepSpeed; None for plain torch.
     """
 
     precision: Precision
@@ -30,19 +30,19 @@ class EngineSettings:
 
     @property
     def zero_stage(self) -> int | None:
-        """ZeRO's stage; None for plain torch."""
+        """Stage of ZeRO; None for plain torch."""
         return None if self.ds_config is None else zero_stage(dict(self.ds_config))
 
 
 def native_precision(device: torch.device) -> Precision:
-    """Return the precision that "auto" means on a device: bf16 on a GPU that has it, else fp16; fp32 on a CPU."""
+    """Return the precision of "auto": bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU."""
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
 def resolve_engine(config: EngineConfig, clip_norm: float, world: World) -> EngineSettings:
-    """Resolve the settings of an engine on these ranks; see :func:`resolve_engine_for`."""
+    """Resolve the settings of an engine on the ranks of this run; see :func:`resolve_engine_for`."""
     native = native_precision(world.device)
     return resolve_engine_for(config, clip_norm, ranks=world.ranks, data_ranks=world.data_ranks, native=native)
 
@@ -50,16 +50,17 @@ def resolve_engine(config: EngineConfig, clip_norm: float, world: World) -> Engi
 def resolve_engine_for(
     config: EngineConfig, clip_norm: float, *, ranks: int, data_ranks: int, native: Precision
 ) -> EngineSettings:
-    """Resolve the settings of an engine on any number of ranks, of which none need to exist.
+    """Resolve the settings of an engine on a given number of ranks, which need not exist.
 
     Args:
-        clip_norm: gradients are scaled down to this norm; 0 leaves them.
+        config: the engine's section of the run's configuration.
+        clip_norm: maximum norm of the gradient; 0 disables clipping.
         ranks: processes of the run.
-        data_ranks: those that work on different micro-batches.
-        native: precision of the device, see :func:`native_precision`.
+        data_ranks: size of a data-parallel group.
+        native: precision of "auto" on the device; see :func:`native_precision`.
 
     Raises:
-        ConfigError: for a precision that the device lacks, or a DeepSpeed configuration that is missing or
+        ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or
             contradicts the run.
     """
     content = load_ds_config(config.ds_config) if uses_deepspeed(config, ranks) else None

@@ -1,4 +1,4 @@
-"""What a model of many exits is worth at each depth, which depth is enough, and which sentence needs which."""
+"""BLEU and time of a model at each depth: the Pareto front, the cheapest sufficient depth, an oracle over depths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Depth:
-    """How one exit did.
+    """Result of one exit.
 
     Attributes:
-        encoder, decoder: n and m, stages of each side.
+        encoder: n, stages of the encoder.
+        decoder: m, stages of the decoder.
         bleu: of the whole file.
-        seconds: to translate it.
+        seconds: time to translate it.
     """
 
     encoder: int
@@ -24,12 +25,12 @@ class Depth:
 
     @property
     def name(self) -> str:
-        """n-m."""
+        """Name of the exit, n-m."""
         return f"{self.encoder}-{self.decoder}"
 
 
 def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
-    """The depths that no other beats in both BLEU and time, fastest first."""
+    """Return the depths that no other one beats in both BLEU and time, fastest first."""
     front: list[Depth] = []
     for depth in sorted(depths, key=lambda each: (each.seconds, -each.bleu)):
         if not front or depth.bleu > front[-1].bleu:
@@ -38,22 +39,22 @@ def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
 
 
 def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
-    """The fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
+    """Return the fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
     enough = [depth for depth in depths if depth.bleu >= depths[-1].bleu - max_loss]
     return min(enough, key=lambda each: each.seconds)
 
 
 def oracle(sentence_scores: Sequence[Sequence[float]]) -> list[int]:
-    """For each sentence the number of the depth that translates it best; of equals the first.
+    """Return for each sentence the index of the depth that translates it best, the first of equals.
 
-    Shape: depths x sentences
+    Shape: depths x sentences -> sentences
     """
     columns = zip(*sentence_scores, strict=True)
     return [max(range(len(column)), key=column.__getitem__) for column in columns]
 
 
 def draw_depths(depths: Sequence[Depth], out: Path) -> None:
-    """A heat map of BLEU over n and m, and BLEU against time with the Pareto front."""
+    """Draw a heat map of BLEU over n and m, and BLEU against time with the Pareto front."""
     import matplotlib
 
     matplotlib.use("agg")

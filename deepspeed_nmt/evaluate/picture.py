@@ -1,4 +1,4 @@
-"""Where a picture goes, checked before the work it shows is done."""
+"""Check of a picture's path, before the work that it shows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from deepspeed_nmt.errors import ConfigError
 
 
 def check_picture(out: Path) -> None:
-    """Refuse a file that a picture cannot be written to.
+    """Refuse a path that a picture cannot be written to.
 
     Raises:
-        ConfigError: if it is a directory, in none that exists, or its suffix is none of a picture.
+        ConfigError: if it is a directory, lies in no existing directory, or has no suffix of a picture format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 

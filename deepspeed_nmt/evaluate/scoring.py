@@ -20,11 +20,11 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 
-# Names and numbers translate to themselves; more copies than this mean a model that did not translate.
+# Names and numbers translate to themselves; a larger share of copies suggests a model that does not translate.
 COPIES_WORTH_A_WARNING = 0.1
-# Of the lines of a test set; in plain text a full stop follows its word.
+# Share of a file's lines; in plain text no space precedes a full stop.
 TOKENISED_LINES_WORTH_A_WARNING = 0.3
-# The resamples of a longer file would not fit into an ordinary machine's memory.
+# The resamples of a longer file would not fit into the memory of an ordinary machine.
 MAX_LINES_OF_A_TEST = 50_000
 
 
@@ -58,7 +58,7 @@ def read_sentences(name: str) -> list[str]:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise DataError(
-            f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path."
+            f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path"
         ) from error
     try:
         text = data.decode("utf-8")
@@ -66,10 +66,10 @@ def read_sentences(name: str) -> list[str]:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(
             f"{shown_name(name)} must be UTF-8, but line {line:,} holds the invalid byte "
-            f"0x{data[error.start]:02x}; convert it, for example with iconv, or mend that line."
+            f"0x{data[error.start]:02x}; convert it, for example with iconv, or fix that line"
         ) from error
     if not text.strip():
-        raise DataError(f"{shown_name(name)} must hold one sentence a line, but is empty; nothing can be scored.")
+        raise DataError(f"{shown_name(name)} must hold one sentence a line, but is empty; check the path")
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 

@@ -33,10 +33,10 @@ class Planner:
             is trained in.
         objective: of the run.
         vocabulary: of the data.
-        engine: settings of the user; ``tensor_parallel`` is respected, the rest may be advised on.
-        settings: the same, resolved.
+        engine: settings of the user; ``tensor_parallel`` is respected by all plans.
+        settings: the same settings, resolved.
         batch: sizes of updates and micro-batches.
-        ranks: GPUs.
+        ranks: number of GPUs.
 
     Raises:
         ConfigError: if the ranks cannot be divided by ``engine.tensor_parallel``, or the model cannot.

@@ -30,10 +30,11 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
     """Return plans for people: memory of one GPU by part, and settings to use.
 
     Args:
-        columns: plans by title; the one called "advised" is what ``advice`` leads to.
+        columns: plans by title; the one titled "advised" follows ``advice``.
         advice: settings.
         update_tokens: target tokens of an update.
-        speed: words about it, to end the last line; "" if it is unknown.
+        gpu: planned for.
+        speed: phrase that ends the last line; "" if the speed is unknown.
     """
     width = max(12, *map(len, columns)) + 2
     lines = [f"{'GiB on a GPU':<14}" + "".join(f"{name:>{width}}" for name in columns)]

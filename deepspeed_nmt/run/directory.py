@@ -22,7 +22,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.run.environment import environment
-from deepspeed_nmt.train.checkpoint import CheckpointStore
+from deepspeed_nmt.train.store import CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
 LOGS = "logs"

@@ -60,7 +60,7 @@ class ResolvedRun:
             f"kernels: {self.backends}",
         ]
         if any(self.recompute):
-            parts.append("recomputed: every {}. encoder and {}. decoder layer".format(*self.recompute))
+            parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
         return "; ".join(parts)
 
     def save(self, run: Path) -> None:
@@ -94,9 +94,10 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         _check_data(config, vocabulary, data, resumed=resumed)
         kernels = build_kernels(config)
-        recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     # fp32 besides: under autocast, and in validation.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
+    with fail_together(world):
+        recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     return ResolvedRun(config, vocabulary, engine, recompute, kernels, backends)
 

@@ -35,7 +35,7 @@ from deepspeed_nmt.run.directory import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.loop import train
 from deepspeed_nmt.train.metrics import Metrics
@@ -45,6 +45,7 @@ from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.session import Session
 from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.store import CheckpointStore
 from deepspeed_nmt.train.throughput import Workload
 
 

@@ -12,12 +12,12 @@ from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.collapse import CollapseMonitor
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
 from deepspeed_nmt.train.out_of_memory import Probe
 from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.store import CheckpointStore
 from deepspeed_nmt.train.throughput import Workload
 
 

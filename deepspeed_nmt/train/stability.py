@@ -26,8 +26,8 @@ from deepspeed_nmt.errors import CheckpointError, TrainingError
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
 
 _SEARCH_SKIPS = 5
 """Consecutive skips that are normal while fp16 searches its loss scale."""

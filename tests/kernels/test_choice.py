@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_nmt.parity import METHODS, VOCABULARY
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
@@ -25,6 +25,7 @@ from deepspeed_nmt.kernels.choice import DEFAULT, ENVIRONMENT, Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.fused import UsesKernels, use_kernels
+from deepspeed_nmt.selftest.models import VOCABULARY, settings_of
 
 CUDA, CPU, META = torch.device("cuda"), torch.device("cpu"), torch.device("meta")
 APEX = {"fused_layer_norm_cuda", "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"}
@@ -267,15 +268,23 @@ def test_a_plan_for_a_gpu_counts_its_kernels(machine: Machine, capsys: pytest.Ca
 
 def model_and_loss(kernels: Kernels, device: torch.device) -> tuple[TranslationModel, Callable[[], torch.Tensor]]:
     """A small model with its kernels, and a function that trains it on a batch and returns its loss."""
-    torch.manual_seed(1)
+    config = settings_of("growing")
     with device:
-        model, objective = METHODS["growing"](0.0)
+        model, objective = build_model(config, VOCABULARY), build_objective(config, VOCABULARY)
     use_kernels(model, kernels)
     model.train()
 
     def loss() -> torch.Tensor:
         tokens = torch.randint(5, VOCABULARY.size, (3, 4), generator=torch.Generator().manual_seed(2)).to(device)
-        batch = Batch(tokens, tokens, tokens, torch.arange(3, device=device), 12, 12, 0, 1, 1, 0, 12, 3)
+        batch = Batch(
+            source_BS=tokens,
+            target_input_BT=tokens,
+            target_output_BT=tokens,
+            sentence_ids_B=torch.arange(3, device=device),
+            target_tokens=tokens.numel(),
+            source_tokens=tokens.numel(),
+            pad=VOCABULARY.pad,
+        )
         result: torch.Tensor = objective(model, batch).loss
         result.backward()
         return result.detach()
@@ -320,7 +329,7 @@ def test_models_with_different_kernels_train_in_one_process(monkeypatch: pytest.
 
 def test_kernels_are_found_by_every_module_and_shared_by_copies() -> None:
     kernels = Kernels("torch")
-    model, _ = METHODS["growing"](0.0)
+    model = build_model(settings_of("growing"), VOCABULARY)
     before = list(model.state_dict())
     assert all(module.kernels is DEFAULT for module in model.modules() if isinstance(module, UsesKernels))
     use_kernels(model, kernels)

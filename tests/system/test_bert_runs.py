@@ -184,10 +184,10 @@ def test_of_a_line_too_long_for_the_bert_the_beginning_is_translated(
     assert len(output.read_text(encoding="utf-8").splitlines()) == 3
 
 
-def test_a_model_without_a_plan_for_slices_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sliced_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
     words = train("abnet_serial", prepared, tmp_path / "run", berts, "engine.name=plain", "engine.tensor_parallel=2")
     outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=60, status=2)
-    assert "this model's length has no plan for being sliced" in "".join(outputs)
+    assert "this model's length cannot be sliced" in "".join(outputs)
 
 
 def test_a_fine_tuned_run_is_the_same_network(

@@ -59,7 +59,7 @@ def test_toys_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_toys_have_self_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "methods", lambda quick: ["toy", "gated"])
-    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain", 1), ("zero3+recompute", 1)])
+    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain", 1), ("plain+recompute", 1)])
     rows = list(compare.rows(World(0, 1, 0, torch.device("cpu"))))
     assert [row.method for row in rows] == ["toy", "toy", "gated", "gated"]
     assert all(row.passed for row in rows), rows

@@ -13,8 +13,9 @@ import torch
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.train import checkpoint as module
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
 
 
 def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:

@@ -50,7 +50,7 @@ def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "_TIME_TO_SPEAK_S", 0.0)
+    monkeypatch.setattr(launched, "_REPORT_DELAY_S", 0.0)
     for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError), once_per_host():
