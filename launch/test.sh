@@ -41,7 +41,7 @@ if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||
         complain "apt-get could not install ${missing[*]}; tests that need one of them say that they are skipped"
 fi
-install "${LOCK:-$(choose_lock)}" test
+install "${LOCK:-$(choose_lock)}" test docs
 
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
