@@ -15,11 +15,11 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("6 layers", "15 layers")
-VOCABULARY = 2_000  # tokens; guessing has this perplexity
+VOCABULARY = 2_000  # tokens; the perplexity of guessing
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Read the rows of the table: arm -> column -> value."""
+    """Return the values of the table by arm and column."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     lines = text.split("**A setting in which 6 layers train and 15 collapse**")[1].splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]

@@ -72,8 +72,8 @@ def test_losses_norms_and_weights_are_those_of_one_plain_process(
     assert len(ours["loss"]) == 12
     assert ours["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
     assert ours["norm"] == pytest.approx(reference["norm"], abs=1e-5, rel=0)
-    for theirs, terms in zip(reference["terms"], ours["terms"], strict=True):
-        assert terms == pytest.approx(theirs, abs=1e-5, rel=0)
+    for theirs, metrics in zip(reference["metrics"], ours["metrics"], strict=True):
+        assert metrics == pytest.approx(theirs, abs=1e-5, rel=0)
     for parameter, weight in reference["weights"].items():
         np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=1e-5, err_msg=parameter)
     assert reference["loss"][-1] < reference["loss"][0] + 0.2

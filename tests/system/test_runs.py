@@ -121,7 +121,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: P
     finally:
         process.kill()
     assert process.returncode == 75, rest
-    assert "stopped by SIGINT after update" in rest and "start the same command again to go on" in rest
+    assert "stopped by SIGINT after update" in rest and "start the same command again to resume" in rest
     stopped_at = Checkpoint(next((run / "checkpoints").glob("update-*"))).progress.update
     assert stopped_at >= 5
     last = f"training.max_updates={stopped_at + 3}"

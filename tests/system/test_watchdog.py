@@ -72,7 +72,7 @@ def test_a_rank_that_is_gone_or_stopped_is_named(start: Start, tmp_path: Path, n
     assert ends([processes[0], processes[2]], 20) == [EXIT_RANK_LOST] * 2
     pattern = r"rank 1 is gone or stopped: no heartbeat for 3 s; it was last in .*update \d+.* on "
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
-    assert "start the same command again to go on from the last checkpoint" in said(tmp_path, 0)
+    assert "start the same command again to resume from the last checkpoint" in said(tmp_path, 0)
     assert re.search(pattern, (tmp_path / "run/logs/rank-2.log").read_text())
 
 
