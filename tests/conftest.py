@@ -18,6 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 SHARED_DATA = Path(os.environ.get("DEEPSPEED_NMT_SHARED", REPOSITORY.parent / "shared"), "data")
 """Real text, which is no part of the repository."""
+FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py")
+"""Files of `launch/test.sh --fast`, besides the unit tests and a run from raw text to BLEU."""
 LONGEST_FIRST = ("slurm", "parity", "system", "kernels", "distributed")
 """Directories in the order in which their files start: two workers then end at about the same time."""
 
@@ -51,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what belongs to `launch/test.sh --fast`, and start with the files that take longest."""
     for item in items:
-        if item.path.parent.name == "unit" or item.path.name == "test_architecture.py":
+        if item.path.parent.name == "unit" or item.path.name in FAST_FILES:
             item.add_marker("fast")
     items.sort(key=_start)
 
