@@ -133,7 +133,10 @@ def _run(command: list[str], environment: dict[str, str], log: str) -> None:
     """Become ``python *command``, in a process that the server has forked and that ends with it."""
     with suppress(OSError, AttributeError):  # Linux alone
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.closerange(3, 1024)  # as `subprocess` does; among them is what keeps the server alive without its tests
+    with Path(os.devnull).open(
+        "rb"
+    ) as nothing:  # in place of the pipe that would keep the server alive without its tests
+        os.dup2(nothing.fileno(), forkserver._forkserver._forkserver_alive_fd)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(stream, descriptor)
