@@ -19,8 +19,8 @@ from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
 
-UPDATES = 12
-STOPPED, RESUMED = 2, 5
+UPDATES = 20
+STOPPED, RESUMED = 4, 8
 
 
 def main() -> None:
