@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.selftest.models import VOCABULARY
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
 
@@ -109,6 +113,16 @@ def random_corpus(
     with CorpusWriter(directory, split, vocab) as writer:
         writer.append(sources, targets)
     return Corpus(directory, split)
+
+
+def parity_loader(directory: Path, world: World) -> TrainLoader:
+    """A loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
+
+    Under DeepSpeed the cost of a micro-batch hardly depends on its size. So all are small: an update has one to eight
+    of them in one process, and one to four on each of two ranks.
+    """
+    batches = BatchConfig(update_tokens=240, micro_tokens=130)
+    return TrainLoader(Corpus(directory, "train"), batches, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
 def assert_same(run: Path, other: Path, update: int = 12) -> None:

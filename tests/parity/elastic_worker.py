@@ -13,10 +13,11 @@ from pathlib import Path
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.selftest.models import build, loader_of, train
+from deepspeed_nmt.selftest.models import build, train
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.store import CheckpointStore
+from tests.support import parity_loader
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         cursor = Cursor(checkpoint.progress.epoch, checkpoint.progress.epoch_update)
-    report = train(engine, loader_of(directory, world), world, first, last, cursor)
+    report = train(engine, parity_loader(directory, world), world, first, last, cursor)
     end: Cursor = report["cursor"]
     scalars = engine.scalars()
     if world.is_main:

@@ -1,8 +1,9 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
 Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
-ranks share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some
-updates, and the same for a run that was probed, stopped half-way, probed again and restored.
+ranks share a model; $MODEL are settings of it in JSON, in place of the method's own. The output is JSON: for each
+engine the losses, gradient norms and all weights after some updates, and the same for a run that was probed, stopped
+half-way, probed again and restored.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import deepspeed.utils.nvtx
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
+from deepspeed_nmt.selftest import models
+from deepspeed_nmt.selftest.models import Saved, build, train
+from tests.support import parity_loader
 
 UPDATES = 20
 STOPPED, RESUMED = 4, 8
@@ -27,7 +31,11 @@ def main() -> None:
     deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on marks for a profiler
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    loader = loader_of(directory, world)
+    case = models.self_tests()[method]
+    shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}
+    case = replace(case, settings={**case.settings, "model": shape})
+    models.self_tests = lambda: {method: case}
+    loader = parity_loader(directory, world)
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
         engine = build(method, engine_name, world, directory)

@@ -27,13 +27,18 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
 }
-# The same with two ranks that share a model, on two such pairs.
+# The same with two ranks that share a model, on two such pairs, and the settings that make the model shallower there.
 TENSOR = {
     "vanilla": ["plain", "zero0", "zero1:bf16", "zero3+recompute"],
     "deep_decoder": ["plain+recompute", "zero1", "zero2:fp16", "zero3"],
     "exits": ["zero2", "zero3+recompute"],
     "growing": ["zero0+recompute", "zero3"],
     "berts": ["zero3"],
+}
+DEPTHS = {
+    "vanilla": {"encoder_layers": 1, "decoder_layers": 1},
+    "deep_decoder": {"decoder_layers": 2},
+    "exits": {"encoder_loops": 2},
 }
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
@@ -42,6 +47,7 @@ FP32 = [each for each in ALL if ":" not in each[2]]
 pytestmark = pytest.mark.timeout(900)  # the first test of a method waits for all its engines
 
 Ranks = int | str
+"""Number of ranks, "2x2" for two pairs, or "1 of 2x2" for one process with the model of the pairs."""
 Reports = Callable[[str, Ranks], dict[str, Any]]
 
 
@@ -53,22 +59,33 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
     @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
-        names = TENSOR[method] if ranks == "2x2" else ENGINES[method][int(ranks)]
-        count, tensor = (4, 2) if ranks == "2x2" else (int(ranks), 1)
+        if isinstance(ranks, int):
+            names, count, tensor, model = ENGINES[method][ranks], ranks, 1, {}
+        else:
+            model = DEPTHS.get(method, {})
+            names, count, tensor = (TENSOR[method], 4, 2) if ranks == "2x2" else (["plain"], 1, 1)
         out = directory / f"{method}-{ranks}.json"
         worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
-        run_ranks([*worker, *names], count, directory, timeout=800, TENSOR_RANKS=str(tensor))
+        shared = {"TENSOR_RANKS": str(tensor), "MODEL": json.dumps(model)}
+        run_ranks([*worker, *names], count, directory, timeout=800, **shared)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
     return report
 
 
+def reference_of(reports: Reports, method: str, ranks: Ranks) -> dict[str, Any]:
+    """What one plain process reported of the same model."""
+    one = 1 if ranks != "2x2" or method not in DEPTHS else "1 of 2x2"
+    found: dict[str, Any] = reports(method, one)["plain"]
+    return found
+
+
 @pytest.mark.parametrize(("method", "ranks", "name"), FP32)
 def test_losses_norms_and_weights_are_those_of_one_plain_process(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
-    reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
+    reference, ours = reference_of(reports, method, ranks), reports(method, ranks)[name]
     assert len(ours["loss"]) == 20
     assert ours["loss"] == pytest.approx(reference["loss"], abs=1e-5, rel=0)
     assert ours["norm"] == pytest.approx(reference["norm"], abs=1e-5, rel=0)
@@ -76,7 +93,8 @@ def test_losses_norms_and_weights_are_those_of_one_plain_process(
         assert metrics == pytest.approx(theirs, abs=1e-5, rel=0)
     for parameter, weight in reference["weights"].items():
         np.testing.assert_allclose(ours["weights"][parameter], weight, rtol=0, atol=1e-5, err_msg=parameter)
-    assert reference["loss"][-1] < reference["loss"][0] + 0.2
+    first, last = (np.median(losses) for losses in (reference["loss"][:5], reference["loss"][-5:]))
+    assert last < first + 0.2
 
 
 def test_the_number_of_micro_batches_really_varies(reports: Reports) -> None:
@@ -97,7 +115,7 @@ def test_probed_and_restored_half_way_the_run_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize(("method", "ranks", "name"), [each for each in ALL if ":" in each[2]])
 def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, name: str) -> None:
-    reference, ours = reports(method, 1)["plain"], reports(method, ranks)[name]
+    reference, ours = reference_of(reports, method, ranks), reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)
 
