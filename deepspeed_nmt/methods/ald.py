@@ -33,10 +33,12 @@ from deepspeed_nmt.randomness import Purpose, uniforms
 class ALDConfig(RegularizerConfig):
     """Settings of ALD."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs no further passes")
-    p_ald: float = Field(default=0.4, gt=0.0, lt=0.5, description="bound of the masked fraction gamma")
+    weight: float = Field(default=1.0, ge=0.0, description="factor of the contrast in the loss (lambda); 0: off")
+    p_ald: float = Field(
+        default=0.4, gt=0.0, lt=0.5, description="upper bound of the fraction of source tokens that X+ lacks (gamma)"
+    )
     tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrast")
-    every: int = Field(default=1, ge=1, description="added to every k-th update")
+    every: int = Field(default=1, ge=1, description="k: applied in every k-th update")
 
 
 class ALD:

@@ -27,8 +27,8 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs one pass")
-    every: int = Field(default=1, ge=1, description="added to every k-th update")
+    weight: float = Field(default=1.0, ge=0.0, description="factor of the divergence in the loss (lambda); 0: off")
+    every: int = Field(default=1, ge=1, description="k: applied in every k-th update")
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse DDR and R-Drop together: one paired pass cannot have one encoding and two."""

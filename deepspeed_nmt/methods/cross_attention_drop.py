@@ -42,9 +42,13 @@ class CrossAttentionDropConfig(LayerConfig):
     """Which layers drop their cross-attention, and how often."""
 
     name: Literal["cross_attention_drop"] = "cross_attention_drop"
-    drop_ratio: float = Field(default=1.0, ge=0.0, le=1.0, description="p_l of the lowest drop_depth layers")
-    drop_depth: int = Field(default=0, ge=0, description="how many layers, from the lowest up, have drop_ratio")
-    beyond: float = Field(default=0.0, ge=0.0, le=1.0, description="p_l of the layers above; the paper's text says 1")
+    drop_ratio: float = Field(
+        default=1.0, ge=0.0, le=1.0, description="probability of dropping, in the lowest drop_depth layers"
+    )
+    drop_depth: int = Field(default=0, ge=0, description="number of layers, from the lowest up, that have drop_ratio")
+    beyond: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="probability of dropping in the layers above; the paper's text has 1"
+    )
 
     def rate(self, number: int) -> float:
         """p_l of layer ``number``, counted from 1."""

@@ -51,7 +51,9 @@ class DepthGrowingConfig(TransformerShape):
     name: Literal["depth_growing"] = "depth_growing"
     top_encoder_layers: int = Field(default=2, ge=1, description="layers that the encoder grows by")
     top_decoder_layers: int = Field(default=2, ge=1, description="layers that the decoder grows by")
-    residual_norm: bool = Field(default=True, description="r is a LayerNorm, as in the authors' code; else nothing")
+    residual_norm: bool = Field(
+        default=True, description="LayerNorm on the embeddings that enter the top (r), as in the authors' code"
+    )
     frozen_dropout: bool = Field(default=True, description="dropout in the frozen part while the top is trained")
 
     named_exits: ClassVar[tuple[str, ...]] = ("shallow", "deep")

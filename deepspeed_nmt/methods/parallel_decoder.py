@@ -59,13 +59,13 @@ class BertDecoderConfig(BertPair):
     """A translation model of two BERTs."""
 
     name: Literal["bert"] = "bert"
-    decoder: Decoder = Field(default="parallel", description="parallel, serial, transformer, or coordinator")
+    decoder: Decoder = Field(default="parallel", description="decoder layer that the target's BERT is made into")
     pretrained: bool = Field(default=True, description="start from the BERTs' weights; false: only their shapes")
-    freeze: tuple[Part, ...] = Field(
-        default=("embeddings",), description="parts that are not trained: encoding, embeddings, encoder"
-    )
+    freeze: tuple[Part, ...] = Field(default=("embeddings",), description="parts that are not trained")
     tie_output: bool = Field(default=True, description="the output matrix is the target's embedding matrix")
-    coordinator_layers: int = Field(default=12, ge=1, description="of decoder=coordinator")
+    coordinator_layers: int = Field(
+        default=12, ge=1, description="layers on top of the BERT, for decoder=coordinator"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> BertDecoderConfig:

@@ -36,10 +36,11 @@ class RecurrentConfig(TransformerShape):
 
     name: Literal["recurrent"] = "recurrent"
     sharing: Sharing = Field(
-        default="stacked", description="stacked: from the start each time; closed_chain: there and back"
+        default="stacked",
+        description="stacked: each loop starts at the lowest layer; closed_chain: loops go up and down in turn",
     )
-    encoder_loops: int = Field(default=5, ge=1, description="T of the encoder; 1: no recurrence")
-    decoder_loops: int = Field(default=2, ge=1, description="T of the decoder; 1: no recurrence")
+    encoder_loops: int = Field(default=5, ge=1, description="loops over the encoder's layers (T); 1: no recurrence")
+    decoder_loops: int = Field(default=2, ge=1, description="loops over the decoder's layers (T); 1: no recurrence")
 
     @model_validator(mode="after")
     def _turns(self) -> RecurrentConfig:

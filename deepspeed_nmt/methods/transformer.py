@@ -41,21 +41,25 @@ from deepspeed_nmt.registry import SelfTest
 class TransformerShape(ModelConfig):
     """Shape and regularisation of a Transformer. The defaults are BASE."""
 
-    dim: int = Field(default=512, ge=2, description="D, model width")
+    dim: int = Field(default=512, ge=2, description="width of the states (D)")
     ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
     heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
-    encoder_layers: int = Field(default=6, ge=1, description="N")
-    decoder_layers: int = Field(default=6, ge=1, description="M")
-    norm: NormStyle = Field(default="pre", description="where LayerNorm stands: pre, post, or deepnorm")
+    encoder_layers: int = Field(default=6, ge=1, description="layers of the encoder (N)")
+    decoder_layers: int = Field(default=6, ge=1, description="layers of the decoder (M)")
+    norm: NormStyle = Field(
+        default="pre", description="place of LayerNorm; deepnorm: post, with a weighted residual branch"
+    )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",
         description="all: one matrix for source, target and output; decoder: for target and output; none: three",
     )
     activation: Activation = Field(default="relu", description="non-linearity of the feed-forward networks")
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="on embeddings and sub-layer outputs")
-    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="on attention weights")
-    activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout on embeddings and sub-layer outputs")
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout on attention weights")
+    activation_dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="dropout after the feed-forward non-linearity"
+    )
 
     learning_fields: ClassVar[frozenset[str]] = frozenset(
         {"init", "dropout", "attention_dropout", "activation_dropout"}

@@ -24,7 +24,11 @@ from deepspeed_nmt.train.throughput import Workload
 class TrainingConfig(Config):
     """Length of training, and intervals of logging, validation and checkpoints."""
 
-    seed: int = Field(default=1, ge=0, description="of weights, order of the data, and dropout")
+    seed: int = Field(
+        default=1,
+        ge=0,
+        description="seed of initial weights, order of the data, dropout and all other random choices",
+    )
     max_updates: int = Field(default=100_000, ge=1, description="stop after so many updates")
     max_epochs: int = Field(default=0, ge=0, description="stop after so many passes over the data; 0: no limit")
     log_every: int = Field(default=100, ge=1, description="updates between two lines of the log")

@@ -20,7 +20,7 @@ from deepspeed_nmt.registry import Config
 class BertShape(Config):
     """Shape of a BERT; the default is bert-base."""
 
-    dim: int = Field(default=768, ge=2, description="D, model width")
+    dim: int = Field(default=768, ge=2, description="width of the states (D)")
     layers: int = Field(default=12, ge=1, description="layers")
     heads: int = Field(default=12, ge=1, description="attention heads; must divide dim")
     ffn_dim: int = Field(default=3072, ge=1, description="inner width of the feed-forward networks")
@@ -42,8 +42,8 @@ class BertPair(ModelConfig):
     target_encoder: str = Field(default="", description="BERT of the target language: a folder, or a name on the hub")
     source: BertShape = Field(default=BertShape(), description="shape of the source's BERT, as its folder says")
     target: BertShape = Field(default=BertShape(), description="shape of the target's BERT, as its folder says")
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="on embeddings and sub-layer outputs")
-    attention_dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="on attention weights")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout on embeddings and sub-layer outputs")
+    attention_dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout on attention weights")
 
     @model_validator(mode="after")
     def _one_width(self) -> BertPair:
