@@ -1,7 +1,7 @@
 """Docstrings and links, as the site shows them.
 
-Cross-references such as :class:`~package.module.Name` become code: `Name`. Links out of docs/ lead somewhere only on a
-code host: those to the measurements lead to their page here, of the others the text is left.
+Cross-references such as :class:`~package.module.Name` become code: `Name`. Links out of docs/ lead somewhere on a
+code host only: here those to the measurements lead to their page, and of the others the text is left.
 """
 
 from __future__ import annotations

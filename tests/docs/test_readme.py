@@ -122,7 +122,7 @@ def test_includes_are_understood_and_exist() -> None:
 def test_excerpts_are_of_the_files_that_they_name() -> None:
     """Each block of Python in the page is preceded by a link to a file, which has all lines of the block.
 
-    A line `...` stands for what the page leaves out.
+    `...` stands for what the page leaves out.
     """
     page = ROOT / "docs" / "add-a-method.md"
     before, found = "", 0
@@ -132,7 +132,7 @@ def test_excerpts_are_of_the_files_that_they_name() -> None:
             continue
         name = re.findall(r"\]\(([^)]+\.py)\)", before)[-1]
         lines = (page.parent / name).read_text(encoding="utf-8").splitlines()
-        shown = [line for line in part.splitlines()[1:-1] if line.strip() not in ("", "...")]
+        shown = [line.removesuffix(" ...") for line in part.splitlines()[1:-1] if line.strip() not in ("", "...")]
         assert [line for line in shown if line not in lines] == [], name
         found += 1
     assert found > 8
