@@ -13,7 +13,7 @@ from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.settings_reference import settings_reference
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "\n<!-- end of what it writes -->\n"
+BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "<!-- end of what it writes -->\n"
 
 
 def recipe_table() -> str:
@@ -54,9 +54,9 @@ def _layers(model: Any) -> str:
 
 def with_table(page: str) -> str:
     """Return a page with its table of recipes written anew."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{recipe_table()}{END}{after}"
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{recipe_table()}\n{END}{after}"
 
 
 def main() -> None:
