@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("6 layers", "15 layers")
-VOCABULARY = 2_000  # tokens; guessing has this perplexity
+VOCABULARY = 2_000  # tokens; the perplexity of guessing
 THRESHOLD = 0.2  # collapse.threshold
 
 

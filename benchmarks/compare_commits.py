@@ -3,9 +3,9 @@
     git worktree add ../old COMMIT
     python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
 
-Both checkouts are driven through their command lines, by the Python that runs this script. The old commit makes the
-text and the data directories. Then each family of methods trains a tiny model with dropout for 30 updates, on two
-ranks under ZeRO-2 and in one process of plain torch. The rows of the report compare
+Both checkouts are driven through their command lines. The old commit makes the text and the data directories. Then
+each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
+of plain torch. The rows of the report compare
 
     files         of data directories that both commits prepare from the same text; of meta.json all but the version
     weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
@@ -14,9 +14,7 @@ ranks under ZeRO-2 and in one process of plain torch. The rows of the report com
     resumed       weights, moments and log of the old commit's run, resumed by the new commit after update 15
     old run       translations of the old commit's run by the new commit
 
-The run to resume is a copy of the old commit's run without its last checkpoint, as if it had been killed. The second
-stage of depth growing starts from the old commit's first stage. With --work, what the old commit made is kept and
-used again; remove the directory when packages or the machine change. The exit status is 1 if anything differs.
+The run to resume is the old commit's without its last checkpoint. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
-import resource
+import runpy
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,6 @@ from typing import NamedTuple
 from safetensors.numpy import load_file
 from tqdm import tqdm
 
-SAMPLE = ["--train", "300", "--valid", "40", "--test", "50", "--seed", "3"]
 DATA = {"data": ["--vocab-size=400"], "bert-data": ["--tokenizer=hf:./berts/en,./berts/de", "--max-length=126"]}
 LAYOUTS = {"zero2": ["engine.name=deepspeed", "engine.ds_config=zero2"], "plain": ["engine.name=plain"]}
 COMMON = [
@@ -58,7 +56,9 @@ BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=2"]
 TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
-TIMEOUT_S = 900.0
+PRELOADED = ["__main__", "torch.utils.tensorboard", "deepspeed.runtime.zero.muon.original_muon"]
+PROCESSES = multiprocessing.get_context("forkserver")  # importing these each time would take longer than all else
+LOCK = threading.Lock()  # multiprocessing is not made for several threads
 
 
 class Stage(NamedTuple):
@@ -70,7 +70,7 @@ class Stage(NamedTuple):
     searches: tuple[list[str], ...] = ([],)
 
 
-FAMILIES = {  # the longest come first; a second stage grows on top of the first
+FAMILIES = {  # the longest come first; a second stage grows on top of the old commit's first
     "depth_growing": [Stage("depth_growing_base_6", TINY), Stage("depth_growing_base_8", TOP, searches=BOTH_NETS)],
     "deep_decoder": [Stage("deep_decoder_base_30", [*TINY, "layer.drop_depth=1"])],
     "abnet": [Stage("abnet_parallel", [*BERTS, *ADAPTERS], "bert-data")],
@@ -81,73 +81,74 @@ FAMILIES = {  # the longest come first; a second stage grows on top of the first
     "recurrent": [Stage("recurrent_base_8_4", [*TINY, "model.encoder_loops=2", "engine.recompute_encoder=1"])],
     "vanilla": [Stage("transformer_base", TINY)],
 }
-Row = tuple[str, dict[str, str]]  # a label, and by check the first difference, which is empty if all is equal
 
 
-class Commits:
-    """Runs commands of two checkouts in a scratch directory; their results go to ``old`` and ``new`` there."""
+def be_command(checkout: Path, work: Path, log: Path, launcher: dict[str, str], words: list[str]) -> None:
+    """Become ``python -m deepspeed_nmt *words`` of a checkout, started in a directory by a launcher, with a log."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(work)
+    os.environ.update(launcher, TORCH_EXTENSIONS_DIR=f"{log}.extensions")
+    sys.path.insert(0, str(checkout))
+    sys.argv[1:] = words
+    runpy.run_path(str(checkout / "deepspeed_nmt" / "__main__.py"), run_name="__main__")
 
-    def __init__(self, old: Path, new: Path, work: Path, ranks: int, advance: Callable[[], object]) -> None:
-        self.work, self.ranks, self._advance = work, ranks, advance
-        self._checkouts = {"old": old.resolve(), "new": new.resolve()}
-        for name in ("old", "new", "logs"):
-            (work / name).mkdir(parents=True, exist_ok=True)
-        for checkout in self._checkouts.values():  # of a missing one, an installed package would take the place
-            if not (checkout / "deepspeed_nmt" / "__main__.py").is_file():
-                sys.exit(f"{checkout} must be a checkout of this project, but has no deepspeed_nmt/__main__.py")
+
+class Commits(NamedTuple):
+    """Runs commands of two checkouts in a scratch directory; results go to its ``old`` and ``new``."""
+
+    old: Path
+    new: Path
+    work: Path
+    ranks: int
+    advance: Callable[[], object]
 
     def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
-        """Make a file or directory by a command of ``old`` or ``new``. What ``old`` made before is used again.
-
-        ``words`` have ``{out}`` for the result's path. A run to resume is copied there without its last checkpoint.
-        """
+        """Make a file or directory by a command, with ``{out}`` for its path. What ``old`` has made is used again."""
         out = f"{commit}/{name}"
         result, record = self.work / out, self.work / f"{out}.made-by"
         command = [word.format(out=out) for word in words]
-        made_by = json.dumps([str(self._checkouts[commit]), ranks, *command])
+        made_by = json.dumps([str(getattr(self, commit)), ranks, *command])
         if commit == "new" or not record.is_file() or record.read_text() != made_by:
             record.unlink(missing_ok=True)
             shutil.rmtree(result, ignore_errors=True)
-            if resumes is not None:
+            if resumes is not None:  # from a copy, as if that run had been killed before its last checkpoint
                 shutil.copytree(resumes, result)
                 shutil.rmtree(newest(result))
-                for pointer in ("latest", "best"):
-                    (result / "checkpoints" / pointer).write_text(f"{newest(result).name}\n")
+                (result / "checkpoints" / "latest").write_text(f"{newest(result).name}\n")
+                (result / "checkpoints" / "best").write_text(f"{newest(result).name}\n")
             self._run(commit, out.replace("/", "-"), command, ranks)
             record.write_text(made_by)
-        self._advance()
+        self.advance()
         return result
 
     def _run(self, commit: str, label: str, words: list[str], ranks: int) -> None:
-        launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        extensions = str(self.work / "extensions" / label)
-        environment |= {"PYTHONPATH": str(self._checkouts[commit]), "TORCH_EXTENSIONS_DIR": extensions}
-        if ranks > 1:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command, processes = [sys.executable, "-m", "deepspeed_nmt", *words], []
-        logs = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)]
-        try:
-            for rank, path in enumerate(logs):
-                env = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
-                with path.open("wb") as log:
-                    processes.append(subprocess.Popen(command, env=env, cwd=self.work, stdout=log, stderr=log))
-            for process, path in zip(processes, logs, strict=True):
-                if status := process.wait(TIMEOUT_S):
-                    raise subprocess.SubprocessError(f"{path}: status {status}\n{path.read_text()[-1500:]}")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        logs, processes = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)], []
+        for rank, log in enumerate(logs):
+            launcher = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            arguments = (getattr(self, commit), self.work, log, launcher, words)
+            processes.append(PROCESSES.Process(target=be_command, args=arguments))
+            with LOCK:
+                processes[-1].start()
+        statuses: list[int | None] = [None]
+        deadline = time.monotonic() + 900.0  # for a command that hangs
+        while None in statuses and time.monotonic() < deadline:
+            time.sleep(0.05)
+            with LOCK:
+                statuses = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        for log, status in zip(logs, statuses, strict=True):
+            if status != 0:
+                raise ChildProcessError(f"{log}: exit status {status}\n{log.read_text()[-1500:]}")
 
 
-def compare_data(commits: Commits, names: set[str]) -> Iterator[Row]:
+def compare_data(commits: Commits, names: set[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Compare the files that both commits prepare from the old commit's text."""
-    text = commits.make("old", "text", ["sample-data", "--out", "{out}", *SAMPLE])
+    text = commits.make("old", "text", ["sample-data", "--out", "{out}", "--train=300", "--valid=40", "--test=50"])
     files = []
     for side, language in (("source", "en"), ("target", "de")):
         files += [f"--{split}-{side}=old/text/{split}.{language}" for split in ("train", "valid", "test")]
@@ -159,7 +160,7 @@ def compare_data(commits: Commits, names: set[str]) -> Iterator[Row]:
         yield name, {"files": first_difference(old, new)}
 
 
-def compare_family(commits: Commits, family: str, layout: str) -> Iterator[Row]:
+def compare_family(commits: Commits, family: str, layout: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Compare the runs of a family: trained, resumed, translated."""
     origin: list[str] = []
     for number, stage in enumerate(FAMILIES[family], start=1):
@@ -201,8 +202,7 @@ def measure(run: Path) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": {"timings": entries[0]}}
     for file in newest(run).glob("*-*.safetensors"):
         for name, array in load_file(file).items():
-            content = f"{array.dtype} {array.shape}".encode() + array.tobytes()
-            found[file.name.partition("-")[0]][name] = hashlib.sha256(content).hexdigest()
+            found[file.name[:7]][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
     for entry in map(json.loads, entries):
         for tag in (tag for tag in entry if tag not in {"update", *TIMINGS}):
             key = f"{tag} at update {entry['update']}"
@@ -212,7 +212,7 @@ def measure(run: Path) -> dict[str, dict[str, str]]:
 
 def hash_files(directory: Path) -> dict[str, str]:
     """Hash the files of a data directory; of meta.json, return all values but the version."""
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
     meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
     del found["meta.json"], meta["version"]
     return found | {f"meta.json: {key}": json.dumps(value) for key, value in meta.items()}
@@ -230,22 +230,20 @@ def first_difference(old: dict[str, str], new: dict[str, str]) -> str:
 def make_bert(folder: Path, text: Path) -> None:
     """Save a tiny random BERT with a WordPiece tokenizer of a text."""
     import tokenizers
-    import torch
     import transformers
 
-    torch.manual_seed(1)
+    transformers.set_seed(1)
     tokenizer = tokenizers.BertWordPieceTokenizer()
     tokenizer.train(str(text), vocab_size=300, show_progress=False)
     folder.mkdir(parents=True)
     tokenizer.save_model(str(folder))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
     shape |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 128}
     transformers.utils.logging.disable_progress_bar()
     transformers.BertForMaskedLM(transformers.BertConfig(**shape, initializer_range=0.2)).save_pretrained(folder)
 
 
-def report(label: str, rows: Iterator[Row]) -> bool:
+def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
     """Print rows as they come, with differences below them; returns True if there are none."""
     equal = True
     try:
@@ -254,7 +252,7 @@ def report(label: str, rows: Iterator[Row]) -> bool:
             below = [f"    {check}: {difference}" for check, difference in checks.items() if difference]
             tqdm.write("\n".join([f"{name:<29} {', '.join(verdicts)}", *below]))
             equal = equal and not below
-    except subprocess.SubprocessError as error:
+    except ChildProcessError as error:
         tqdm.write(f"{label:<29} FAILED: {error}")
         equal = False
     return equal
@@ -269,26 +267,29 @@ def main() -> int:
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
     parser.add_argument("--ranks", type=int, default=2, help="processes under ZeRO-2 (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="commands to run side by side (%(default)s)")
-    parser.add_argument("--work", type=Path, help="scratch directory, which is kept (default: a temporary one)")
+    parser.add_argument("--work", type=Path, help="scratch directory to keep, in which results of OLD are used again")
     parser.add_argument("--keep", action="store_true", help="keep the temporary directory, too")
     arguments = parser.parse_args()
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
+    for name in ("old", "new", "logs"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    PROCESSES.set_forkserver_preload(PRELOADED)
     del sys.path[0]  # or transformers would import kernels.py beside this file as the package of that name
     cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
     data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
     runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
-    start = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool, tqdm(total=1 + 2 * len(data) + runs, unit="command") as bar:
         try:
-            commits = Commits(arguments.old, arguments.new, work, arguments.ranks, bar.update)
+            commits = Commits(arguments.old.resolve(), arguments.new.resolve(), work, arguments.ranks, bar.update)
             equal = [report("data", compare_data(commits, data))]
             reports = [pool.submit(report, cell[0], compare_family(commits, *cell)) for cell in cells]
             equal += [each.result() for each in reports]
         finally:
             pool.shutdown(cancel_futures=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = f"{time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU time"
-    tqdm.write(f"{'all equal to the bit' if all(equal) else 'the commits differ'} ({seconds})")
+    tqdm.write(
+        f"{'all equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s"
+    )
     if all(equal) and arguments.work is None and not arguments.keep:
         shutil.rmtree(work, ignore_errors=True)
     else:

@@ -1,9 +1,9 @@
-"""Train with the planner's advice on a GPU restricted to some memory, and compare what was planned with what it took.
+"""Train with the planner's advice on a GPU of restricted memory, and compare planned and measured memory.
 
     python benchmarks/planned.py --data DATA --out OUT [--recipe R] [--gib 16] [--updates 100] [key=value ...]
 
-Prints planned and measured peak memory, target tokens a second and MFU over the second half. Without a GPU it only
-shows that the script runs: memory is not restricted, and the figures mean nothing.
+The script prints planned and measured peak memory, and target tokens a second and MFU over the second half of the
+updates. Without a GPU memory is not restricted, and the figures are meaningless.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from deepspeed_nmt.run.resolve import make_planner
 
 
 def main() -> None:
-    """Plan, train, compare."""
+    """Plan, train, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default="deep_decoder_big_54")
-    parser.add_argument("--gib", type=float, default=16.0)
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("settings", nargs="*", help="key=value")
+    parser.add_argument("--data", type=Path, required=True, help="data directory, made by `deepspeed-nmt prepare`")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the run")
+    parser.add_argument("--recipe", default="deep_decoder_big_54", help="recipe to train (default: %(default)s)")
+    parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU in GiB (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=100, help="number of updates (default: %(default)s)")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
     arguments = parser.parse_args()
     name, gpu = "CPU", Gpu("CPU", arguments.gib, 0.0, "fp32")
     if torch.cuda.is_available():

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python API when it is first used: torch takes seconds, and some commands need none of it."""
+    """Import the Python API at its first use: importing torch takes seconds, and some commands do not need it."""
     if name == "Translator":
         from deepspeed_nmt.api import Translator
 

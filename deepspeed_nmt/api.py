@@ -1,4 +1,4 @@
-"""Translation from Python.
+"""Python API: translation with trained runs.
 
     from deepspeed_nmt import Translator
 
@@ -6,7 +6,7 @@
     for translation in translator.translate(["The dog sleeps."]):
         print(translation.text, translation.score)
 
-The command `deepspeed-nmt translate` runs this code.
+`deepspeed-nmt translate` uses this module.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.translate import Translation, translate_lines
 
 Paths = str | Path | Sequence[str | Path]
+"""A run directory, or several."""
 
 
 class Translator:
-    """Translates sentences with a trained run, or with several as an ensemble. Made by :meth:`open`.
+    """Translator of sentences by a trained run, or by an ensemble of several; :meth:`open` makes one.
 
     Args:
-        model: in eval mode, on ``device``.
-        tokenizer: of the run.
+        model: the model, in eval mode and on ``device``.
+        tokenizer: tokenizer of the run.
         search: the search and its settings.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(
@@ -61,21 +62,21 @@ class Translator:
         decoder_layers: int | None = None,
         **search: Any,
     ) -> Translator:
-        """Open a run directory.
+        """Open a run, or an ensemble of runs.
 
         Args:
-            run: the directory, or several, which decode as an ensemble.
+            run: run directory, or several for an ensemble.
             checkpoint: best, last, average, or a path.
-            device: auto (a GPU where there is one), cpu or cuda.
-            exit: decode from this exit instead of the top, for example "3-2", or "shallow" of a grown model.
-            encoder_layers: decode with the first layers (or loops) of the encoder, this many.
-            decoder_layers: the same of the decoder.
-            search: settings of the search that differ from the run's own, for example ``beam=1``; ``name`` chooses
-                another search.
+            device: auto (a GPU if there is one), cpu or cuda.
+            exit: exit to decode from, for example "3-2", or "shallow" of a grown model; None for the top.
+            encoder_layers: number of the encoder's first layers (or loops) to use; None for all.
+            decoder_layers: number of the decoder's first layers (or loops) to use; None for all.
+            search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
+                search.
 
         Raises:
-            ConfigError: if the runs cannot be opened or combined, or an exit or a setting does not exist.
-            CheckpointError: if there is no such checkpoint, or it is damaged.
+            ConfigError: if the runs cannot be opened or combined, or an exit or a setting is unknown.
+            CheckpointError: if the checkpoint does not exist or is damaged.
         """
         paths = [run] if isinstance(run, (str, Path)) else list(run)
         runs = [Run.open(Path(path)) for path in paths]
@@ -92,8 +93,8 @@ class Translator:
         """Return the best translation of each sentence.
 
         Args:
-            sentences: source text, one sentence each; an empty one has an empty translation.
-            max_tokens: bound on a batch, sentences times the longest source among them.
+            sentences: source sentences; the translation of an empty one is empty.
+            max_tokens: batch size: sentences x longest source.
 
         Raises:
             ConfigError: if ``max_tokens`` is out of range.
@@ -109,14 +110,14 @@ class Translator:
         nbest: int = 1,
         advance: Callable[[int], object] = lambda more: None,
     ) -> Iterator[list[Translation]]:
-        """Yield the ``nbest`` translations of each sentence, best first, in bounded memory.
+        """Yield the ``nbest`` best translations of each sentence, best first, in bounded memory.
 
         Args:
-            sentences: source text, one sentence each.
-            max_tokens: bound on a batch, sentences times the longest source among them.
-            buffer_lines: sentences that are read before the first of them is returned.
-            nbest: translations of each sentence.
-            advance: is called with the number of further sentences done.
+            sentences: source sentences.
+            max_tokens: batch size: sentences x longest source.
+            buffer_lines: number of sentences to read ahead, so that batches have sentences of similar length.
+            nbest: number of translations of each sentence.
+            advance: callback for progress; its argument is the number of sentences finished since the last call.
 
         Raises:
             ConfigError: if a number is out of range.
@@ -135,34 +136,45 @@ class Translator:
 
 
 def _check_ensemble(runs: Sequence[Run]) -> None:
+    """Check that runs can be combined.
+
+    Raises:
+        ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens.
+    """
     if not runs:
-        raise ConfigError("a run directory is required, but none is given")
+        raise ConfigError("`run` must be a run directory or several, but is empty")
     if len({run.tokenizer.digest for run in runs}) > 1:
         raise ConfigError(
             "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
         )
-    guessing = [run.path for run in runs if not run.config.model.left_to_right]
-    if guessing and len(runs) > 1:
+    masked = [run.path for run in runs if not run.config.model.left_to_right]
+    if masked and len(runs) > 1:
         raise ConfigError(
-            f"an ensemble translates from left to right, but {guessing[0]} guesses masked tokens; give it alone"
+            f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
+            "tokens; give it alone"
         )
 
 
 def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_exit: bool) -> SearchConfig:
-    """Return the first run's search with some settings changed.
+    """Return the search of the first run with changed settings.
+
+    Args:
+        runs: to decode with.
+        changes: settings by name; those that are None stay.
+        asks_exit: True if the user chooses an exit.
 
     Raises:
-        ConfigError: if a setting is unknown or out of range.
+        ConfigError: if a setting is unknown or out of range, or the model lacks an exit that the search needs.
     """
     run = runs[0]
     settings = run.config.search.model_dump()
     if (asks_exit or len(runs) > 1) and run.config.search.needs_exits and "name" not in changes:
-        settings["name"] = SEARCHES.default  # one net, though the run was validated with two
+        settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
     settings |= {key: value for key, value in changes.items() if value is not None}
     kind = SEARCHES[settings["name"]].config
-    if foreign := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
-        option = f"--{foreign[0].replace('_', '-')}"
-        raise ConfigError(f"{option} is no option of search.name={settings['name']}, by which this run is decoded")
+    if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+        option = f"--{unknown[0].replace('_', '-')}"
+        raise ConfigError(f"{option} is no option of search.name={settings['name']}, the search of this run")
     try:
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
@@ -181,7 +193,7 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
 def _model(
     run: Run, checkpoint: str, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
 ) -> TranslationModel:
-    """Return a run's model, cut at an exit. A side that no layers are asked for keeps all of its own.
+    """Return a run's model, cut at an exit; a side without a number of layers keeps all of them.
 
     Raises:
         ConfigError: if the run has no such exit.
@@ -189,8 +201,8 @@ def _model(
     model = run.model(checkpoint)
     name = exit or TOP
     if encoder_layers is not None or decoder_layers is not None:
-        asked = zip((encoder_layers, decoder_layers), model.stages, strict=True)
-        name = exit_name(*(whole if count is None else count for count, whole in asked))
+        counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
+        name = exit_name(*(whole if count is None else count for count, whole in counts))
     try:
         cut = model.at_exit(name)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Builders of what a run's configuration names: model, objective, kernels."""
+"""Builders of the model, the objective and the kernels that a configuration chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed_nmt.nn.fused import use_kernels
 
 
 def build_kernels(config: RunConfig) -> Kernels:
-    """Return the kernels of a run.
+    """Build the kernels of a run.
 
     Raises:
         ConfigError: if ``engine.kernels`` names an unknown operation or backend.
@@ -25,12 +25,12 @@ def build_kernels(config: RunConfig) -> Kernels:
 
 
 def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
-    """Build the model of a run, freshly initialised; the weights follow the run's seed.
+    """Build the model of a run, initialised from the run's seed.
 
     Args:
-        config: of the run.
-        vocabulary: of the data.
-        kernels: of the model's fused operations.
+        config: settings of the run.
+        vocabulary: vocabulary of the data.
+        kernels: kernels of the model's fused operations.
     """
     torch.manual_seed(config.training.seed)
     make_layer = partial(LAYERS[config.layer.name].build, config.layer)
@@ -40,7 +40,7 @@ def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DE
 
 
 def build_meta_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
-    """Build the model of a run on the meta device, where parameters have shapes and no memory."""
+    """Build the model of a run on the meta device, where parameters have shapes and no data."""
     with torch.device("meta"):
         return build_model(config, vocabulary, kernels)
 

@@ -1,6 +1,6 @@
-"""The configuration of a run: defaults < recipe < YAML file < key=value, strict, and kept in the run.
+"""Configuration of a run: defaults, overridden by a recipe, a YAML file and key=value settings, in this order.
 
-Each section's class stands beside the code that it configures; this module composes them.
+Unknown settings are errors. The class of a section is next to the code that it configures; this module composes them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
 from deepspeed_nmt.train.session import TrainingConfig
 
 NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "search": SEARCHES}
-"""Sections whose class depends on the ``name`` in them."""
+"""Sections whose class depends on their setting ``name``."""
 
 
 class ValidationConfig(Config):
     """Validation during training."""
 
-    bleu: bool = Field(default=True, description="translate the validation set by search and score it")
-    best_by: str = Field(default="bleu", pattern="^(bleu|loss)$", description="choose the best checkpoint by this")
-    max_sentences: int = Field(default=0, ge=0, description="translate only the first sentences, this many; 0: all")
-    max_tokens: int = Field(default=4096, ge=1, description="sentences x longest source in one batch of the search")
+    bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
+    best_by: str = Field(
+        default="bleu", pattern="^(bleu|loss)$", description="measure that chooses the best checkpoint"
+    )
+    max_sentences: int = Field(
+        default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
+    )
+    max_tokens: int = Field(default=4096, ge=1, description="batch size of the search: sentences x longest source")
 
 
 def _default(registry: Registry[Any]) -> Any:
@@ -42,10 +46,20 @@ def _default(registry: Registry[Any]) -> Any:
 
 
 class RunConfig(Config):
-    """Settings of a run: everything that decides it, besides its data.
+    """Settings of a run, by section.
 
     Attributes:
+        model: the model, chosen by ``model.name``.
+        layer: the decoder layer, chosen by ``layer.name``.
         objective: one likelihood and any number of regularizers, by name.
+        optimizer: the optimizer.
+        schedule: the learning-rate schedule.
+        batch: sizes of updates and micro-batches.
+        training: the training loop.
+        engine: the engine, its layout and its precision.
+        validation: validation during training.
+        collapse: detection of decoders that ignore their source.
+        search: the search, chosen by ``search.name``.
     """
 
     model: SerializeAsAny[ModelConfig] = _default(MODELS)
@@ -62,17 +76,17 @@ class RunConfig(Config):
 
     @property
     def parts(self) -> Parts:
-        """The sections that are combined freely."""
+        """Sections that methods define and that are combined freely."""
         return Parts(self.model, self.layer, self.objective, self.search)
 
     def resolved(self, before: RunConfig | None = None) -> RunConfig:
-        """Return the settings completed from files that the model names, such as a BERT's shape.
+        """Return the settings completed from files that the model refers to, such as the shape of a BERT.
 
         Args:
-            before: the settings that the run began with; None at its start.
+            before: settings that the run began with; None at its start.
 
         Raises:
-            ConfigError: if such a file cannot be read.
+            ConfigError: if a file cannot be read.
         """
         model = self.model.resolved(None if before is None else before.model)
         return self if model is self.model else self.model_copy(update={"model": model})
@@ -83,15 +97,15 @@ class RunConfig(Config):
 
 
 def load_config(recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
-    """Load a configuration from its sources, each of which overrides those before it.
+    """Load a configuration; each source overrides those before it.
 
     Args:
         recipe: name of a recipe.
-        file: YAML of the user.
-        settings: ``section.key=value``, the value in YAML.
+        file: YAML file of settings.
+        settings: of the form ``section.key=value``, with the value in YAML.
 
     Raises:
-        ConfigError: listing every setting that is unknown, of the wrong type or out of range.
+        ConfigError: if a setting is unknown, of the wrong type or out of range; it lists all of them.
     """
     merged: dict[str, Any] = {}
     if recipe is not None:
@@ -121,7 +135,7 @@ def _nested(key: str, value: str) -> dict[str, Any]:
 
 
 def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
-    """Yield (prefix of the settings, name of the part or "", class) for each class that may configure a section."""
+    """Yield (prefix of the settings, name of the part or "", class) for each class that can configure a section."""
     if section in NAMED:
         for entry in NAMED[section].entries:
             yield section, entry.name, entry.config
@@ -134,14 +148,14 @@ def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:
 
 
 def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConfig:
-    """Check settings, nested by section, and return them as a configuration.
+    """Validate settings and return them as a configuration.
 
     Args:
-        merged: settings by section; an empty section has its defaults.
-        problems: sentences to report with those found here.
+        merged: settings by section; those left out have their defaults.
+        problems: messages to report with those found here.
 
     Raises:
-        ConfigError: listing all problems.
+        ConfigError: if there are problems; it lists all of them.
     """
     problems = list(problems)
     sections: dict[str, Any] = {}
@@ -174,10 +188,10 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
 
 
 def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
-    """Return the parts of an objective by name; null takes one out.
+    """Return the parts of an objective by name; null removes a part.
 
     Raises:
-        ConfigError: for unknown parts, wrong settings, no likelihood or several.
+        ConfigError: if a part is unknown, a setting is wrong, or there is not exactly one likelihood.
     """
     named = content
     if not any(name in LIKELIHOODS and settings is not None for name, settings in content.items()):
@@ -216,7 +230,7 @@ def _section(name: str) -> type[Config]:
 
 
 def _sentence(section: str, problem: Mapping[str, Any]) -> str:
-    """Return one of pydantic's complaints as a sentence of ours."""
+    """Return the message for an error of pydantic."""
     key = ".".join([section, *map(str, problem["loc"])])
     if problem["type"] == "extra_forbidden":
         return _unknown(key, section)
@@ -227,9 +241,9 @@ def _sentence(section: str, problem: Mapping[str, Any]) -> str:
 
 
 def _unknown(key: str, section: str) -> str:
-    """Return a sentence about an unknown setting: under which ``name`` it exists, or the nearest one that does."""
+    """Return the message for an unknown setting, with the ``name`` it belongs to or the nearest known setting."""
     if names := _names_with(key):
-        return f"{key} is a setting of {' or '.join(names)} only; give that, too, or leave it out"
+        return f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
     last = key.rsplit(".", 1)[-1]
     known = list(_all_keys())
     same = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]

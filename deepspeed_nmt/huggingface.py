@@ -1,7 +1,7 @@
-"""What comes from elsewhere through `transformers`: shapes, weights and tokenizers of BERTs.
+"""Pretrained BERTs: shapes, weights and tokenizers, loaded through `transformers`.
 
-Each is named by a folder, or by a name on the Hugging Face hub. The only file that imports `transformers`, an
-optional package, and only when asked for something.
+A BERT is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
+optional package; this one imports it when a function is called.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from torch import Tensor
 from deepspeed_nmt.errors import ConfigError
 
 EXTRA = "pip install 'transformers>=5,<6'"
+"""Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
+"""Names of a BERT's special tokens."""
 
 
 class TokenizerFile(NamedTuple):
-    """A tokenizer.
+    """Tokenizer of a BERT.
 
     Attributes:
-        content: its JSON, as `tokenizers` reads it.
-        special: numbers of its special tokens, by the names in :data:`SPECIAL`.
-        size: number of its tokens.
+        content: JSON of the tokenizer, in the format of `tokenizers`.
+        special: numbers of the special tokens, by the names in :data:`SPECIAL`.
+        size: number of tokens.
     """
 
     content: str
@@ -33,14 +35,17 @@ class TokenizerFile(NamedTuple):
 
 
 def load_shape(name: str, option: str) -> dict[str, Any]:
-    """The shape of a BERT: dim, layers, heads, ffn_dim, positions, norm_eps, activation.
+    """Load the shape of a BERT.
 
     Args:
         name: a folder, or a name on the hub.
-        option: by which the user named it, for messages.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        A mapping with the keys dim, layers, heads, ffn_dim, positions, norm_eps and activation.
 
     Raises:
-        ConfigError: if there is none, it is no BERT, or of a kind that is not supported.
+        ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
     """
     config = _load("AutoConfig", name, option, "config.json")
     if config.model_type != "bert":
@@ -61,27 +66,38 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
 
 
 def load_weights(name: str, option: str) -> dict[str, Tensor]:
-    """A BERT's weights by their names in `transformers`' BertForMaskedLM, fp32. Where it was saved without its head,
-    that is left out.
+    """Load the weights of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        The weights in fp32, by their names in BertForMaskedLM of `transformers`. The head is absent if the model was
+        saved without it.
 
     Raises:
-        ConfigError: if they cannot be had, or some are missing.
+        ConfigError: if the weights cannot be loaded, or some are missing.
     """
     load_shape(name, option)
     model, info = _load("BertForMaskedLM", name, option, "weights", output_loading_info=True)
     missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
     if missing or info["mismatched_keys"]:
         first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
-        raise ConfigError(f"{option} must hold the weights of a whole BERT, but {name} lacks {first}; name another")
+        raise ConfigError(f"{option} must have all weights of a BERT, but {name} lacks {first}; name another")
     weights: dict[str, Tensor] = model.float().state_dict()
     return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
 
 
 def load_vocabulary(name: str, option: str) -> TokenizerFile:
-    """A BERT's tokenizer.
+    """Load the tokenizer of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
 
     Raises:
-        ConfigError: if there is none, or it lacks a special token.
+        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
     """
     tokenizer = _load("AutoTokenizer", name, option, "tokenizer")
     numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
@@ -95,10 +111,17 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
-    """Something of `transformers` by its ``from_pretrained``, in silence.
+    """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
+
+    Args:
+        kind: name of the class.
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+        what: content that is loaded, for messages.
+        options: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: in one sentence.
+        ConfigError: if `transformers` is not installed, or the object cannot be loaded.
     """
     try:
         import transformers
@@ -107,7 +130,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
             f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
         ) from error
     local = Path(name).expanduser()
-    # berts/de is a name on the hub, unless there is a folder berts.
+    # "berts/de" is a name on the hub, unless there is a folder "berts".
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
     if not local.is_dir() and (looks_local or local.exists()):
         raise ConfigError(
@@ -120,7 +143,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
         if local.is_dir():
             return load(str(local), local_files_only=True, **options)
         return load(name, **options)
-    except Exception as error:  # whatever a file of somebody else's may cause there
+    except Exception as error:  # a damaged file can raise any error
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "

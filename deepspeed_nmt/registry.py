@@ -1,7 +1,7 @@
-"""Named parts of a run: a name leads to a configuration class and to the function that builds the part.
+"""Registries: tables from the name of a part of a run to its configuration class and its builder.
 
-The tables are written out where they are owned (``deepspeed_nmt/methods/__init__.py``, ``deepspeed_nmt/search``);
-importing a module registers nothing.
+Each table is an explicit list in the package that owns it (:mod:`deepspeed_nmt.methods`,
+:mod:`deepspeed_nmt.search`). Importing a module registers nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class Config(BaseModel):
-    """Base of every configuration class: frozen, strict about unknown keys, checked on construction."""
+    """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """A small run that `selftest` trains under every engine, where a part does something of its own.
+    """A small run that the command `selftest` trains under every engine.
 
     Attributes:
-        name: shown in the table of `selftest`; methods that are tested together share one case.
-        settings: of the run, nested by section as in YAML. Dropout is 0 unless the comparison asks for some.
+        name: of the case in the table of `selftest`; one case can cover several methods.
+        settings: of the run, nested by section as in YAML. Dropout is 0 unless the comparison sets it.
         quick: True for the case that `selftest --quick` trains.
     """
 
@@ -40,14 +40,14 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One row of a registry.
+    """A row of a registry.
 
     Attributes:
-        name: by which a configuration names the part.
-        config: its settings.
-        build: makes the part; its arguments are those of the registry's kind.
-        selftest: the case that covers it in `selftest`; None if another part's case does.
-        collapse_remedy: settings to try when a decoder ignores its source; "" if the part is no remedy.
+        name: of the part in a configuration.
+        config: configuration class of the part.
+        build: function that builds the part; its arguments depend on the registry.
+        selftest: case of `selftest` that covers the part; None if the case of another part covers it.
+        collapse_remedy: settings to recommend when a decoder ignores its source; "" if the part is no remedy.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Registry(Generic[T]):
     """A table of named parts.
 
     Args:
-        kind: what the parts are, for messages ("model", "objective", ...).
+        kind: of the parts ("model", "layer", ...), for messages.
         entries: the rows; the first one is the default.
 
     Raises:
-        AssertionError: if two rows share a name.
+        AssertionError: if two rows have the same name.
     """
 
     def __init__(self, kind: str, entries: Iterable[Entry[T]]) -> None:
@@ -78,14 +78,14 @@ class Registry(Generic[T]):
         """Add a row.
 
         Raises:
-            AssertionError: if there is a row of that name.
+            AssertionError: if there is a row with the same name.
         """
         assert entry.name not in self._entries, f"two {self.kind}s are named '{entry.name}'"
         self._entries[entry.name] = entry
 
     @property
     def default(self) -> str:
-        """Name of the part that is used where none is named."""
+        """Name of the part that a run uses if its configuration names none."""
         return next(iter(self._entries))
 
     @property
@@ -94,10 +94,10 @@ class Registry(Generic[T]):
         return tuple(self._entries.values())
 
     def __getitem__(self, name: Any) -> Entry[T]:
-        """Return the row called ``name``.
+        """Return the row with a name.
 
         Raises:
-            ConfigError: if there is none, with a suggestion.
+            ConfigError: if there is no such row; the message suggests a similar name.
         """
         if name not in self:
             raise ConfigError(
@@ -106,10 +106,13 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
+        """Return True if there is a row with a name."""
         return isinstance(name, str) and name in self._entries
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in order."""
         return iter(self._entries)
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._entries)

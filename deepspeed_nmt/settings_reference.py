@@ -1,4 +1,4 @@
-"""The reference of all settings, as Markdown; docs/configuration.md holds it, and a test compares."""
+"""Reference of all settings in Markdown, the content of docs/configuration.md; a test compares the two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _MEANINGS = {"model": "model", "layer": "kind of the decoder layers", "search": 
 
 
 def settings_reference() -> str:
-    """Return a table of settings, defaults and meanings for each section; what several parts share is listed once."""
+    """Return the page: a table of settings, defaults, values and meanings for each section.
+
+    Settings that several parts of a section share are listed once.
+    """
     lines = [_HEAD]
     for section in RunConfig.model_fields:
         for title, rows in _tables(section):
@@ -31,7 +34,7 @@ def settings_reference() -> str:
 
 
 def _tables(section: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (title, rows) of each table of a section."""
+    """Yield the title and the rows of each table of a section."""
     if section in NAMED:
         registry = NAMED[section]
         row = f"| `{section}.name` | `{registry.default}` | one of {', '.join(registry)} | {_MEANINGS[section]} |"

@@ -166,7 +166,7 @@ pip_install() {
     local bar=off
     [ -t 1 ] && bar=on
     "$VENV/bin/python" -m pip install --progress-bar "$bar" "$@" || {
-        complain "pip failed; correct the error above, and start this script again"
+        complain "pip could not install what is needed; correct the error above, and start this script again"
         return 1
     }
 }

@@ -41,7 +41,7 @@ settings=()
 if [ "$gpus" = 0 ]; then
     ranks="${ranks:-2}"
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
-    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES=""
+    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
     settings=(engine.device=cpu)
 fi
 ranks="${ranks:-$gpus}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.tokenizer import EOS
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,14 +52,9 @@ def run_ranks(
         AssertionError: with everybody's output, if one does not end with ``status`` or the time is up.
     """
     port = free_port()
-    logs = [(scratch / f"rank{rank}.log").open("w+") for rank in range(ranks)]  # a pipe nobody reads would fill up
+    logs = [scratch / f"rank{rank}.log" for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**rank_environment(rank, ranks, port, scratch), **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        Program(command, {**rank_environment(rank, ranks, port, scratch), **environment}, log)
         for rank, log in enumerate(logs)
     ]
     deadline = time.monotonic() + timeout
@@ -70,11 +65,7 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-    outputs = []
-    for log in logs:
-        log.seek(0)
-        outputs.append(log.read())
-        log.close()
+    outputs = [log.read_text() for log in logs]
     done = list(zip(processes, outputs, strict=True))
     assert all(process.returncode == status for process in processes), "\n".join(
         f"--- rank {rank}, status {process.returncode}\n{output[-5000:]}"

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "evaluate": set(),
     "planning": {"kernels", "core", "data", "parallel", "engine"},
     "recipes": set(),
+    "sample": set(),
 }
 COMPOSITION = {
     *("__init__", "cli", "__main__", "api", "build", "config", "settings_reference"),

@@ -1,12 +1,12 @@
-"""Plan a run without starting it: parameters, memory of each GPU by part, work, and settings to use.
+"""Plan a run without starting it: parameters, memory of each GPU by part, speed, and settings to use.
 
     deepspeed-nmt plan --recipe deep_decoder_big_54 --gpu v100-32g --num-gpus 32
 
-Memory is counted by carrying out an update of the model on torch's meta device, where tensors have shapes only; see
+Memory is counted by running an update of the model on torch's meta device, where tensors have shapes and no data; see
 docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.
 
-A sweep is a small grid of settings around a recipe, one of the papers' figures for example. `--sweep` lists its
-points; with `--point I` it prints one as arguments for `train`:
+A sweep is a grid of settings around a recipe, for example of a figure in a paper. `--sweep` lists its points;
+`--point I` prints one of them as arguments for `train`:
 
     deepspeed-nmt plan --sweep deep_decoder_fig1
     deepspeed-nmt train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 3) --data DATA --run RUN
@@ -29,24 +29,34 @@ HELP = "plan memory and speed of a recipe, or list a sweep"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--recipe", metavar="R", help="a named experiment")
-    what.add_argument("--sweep", metavar="S", help="a named grid of settings around a recipe")
-    parser.add_argument("--point", type=int, metavar="I", help="print point I of the sweep, from 1, for `train`")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--recipe", metavar="NAME", help="named experiment to plan")
+    subject.add_argument("--sweep", metavar="NAME", help="named grid of settings to list or plan")
+    parser.add_argument(
+        "--point", type=int, metavar="I", help="print this point of the sweep, counted from 1, for `train`"
+    )
     parser.add_argument(
         "--vocab-size",
         metavar="V",
-        help="tokens of the vocabulary, or of source,target [those of named BERTs, or 32000]",
+        help="size of the vocabulary, or SOURCE,TARGET (default: those of the recipe's BERTs, or 32000)",
     )
-    parser.add_argument("--gpu", metavar="G", help="plan memory and speed for this GPU")
-    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="number of GPUs [1]")
-    parser.add_argument("--mfu", type=float, default=0.3, metavar="U", help="share of the GPU's peak to expect [0.3]")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each recipe or point, one a line")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of the recipe")
+    parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
+    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--mfu", type=float, default=0.3, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Count on the meta device, where parameters have shapes and no memory."""
+    """Plan a recipe or every point of a sweep, and print the plans.
+
+    Raises:
+        ConfigError: if an option or a setting is out of range, or unknown.
+    """
     import json
 
     from deepspeed_nmt.config import load_config
@@ -97,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0.0 < arguments.mfu <= 1.0:
         problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
     if arguments.point is not None and arguments.sweep is None:
-        problems.append("--point needs --sweep: it is the number of one of its points")
+        problems.append("--point is the number of a point of --sweep, which is missing; give both")
     if problems:
         raise ConfigError(problems)
 
@@ -118,7 +128,7 @@ def _tokens(vocabulary: Vocabulary) -> str:
 
 
 def _parameters(config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
-    """Count the model's parameters: those that are trained, and all."""
+    """Return the number of trained parameters, and of all."""
     from deepspeed_nmt.build import build_meta_model
 
     counts = [(p.numel(), p.requires_grad) for p in build_meta_model(config, vocabulary).parameters()]
@@ -128,7 +138,7 @@ def _parameters(config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
 def _plan(
     config: RunConfig, vocabulary: Vocabulary, arguments: argparse.Namespace, gpu: Gpu
 ) -> tuple[dict[str, Any], str]:
-    """Plan the run on these GPUs, and return the plan as JSON and as text."""
+    """Plan the run on these GPUs, and return the plan for JSON and as text."""
     import torch
 
     from deepspeed_nmt.build import build_kernels

@@ -1,11 +1,11 @@
 """Score translations against one or more references.
 
-Plain text is scored with sacreBLEU and chrF, each printed with the signature to publish beside it. Files are UTF-8,
-one sentence a line, aligned; `-` stands for standard input. Several hypotheses are scored one after the other, and
-each is tested against the first (paired bootstrap resampling).
+    deepspeed-nmt score --hypothesis out.de --reference test.de --source test.en
+    deepspeed-nmt score --hypothesis out.bpe.de --reference test.bpe.de --segmented --lowercase
 
-  deepspeed-nmt score --hypothesis out.de --reference test.de --source test.en
-  deepspeed-nmt score --hypothesis out.bpe.de --reference test.bpe.de --segmented --lowercase
+Plain text is scored with sacreBLEU and chrF; publish a score together with the signature printed below it. Files are
+UTF-8, one sentence a line, aligned; `-` is standard input. Of several hypotheses, each is compared with the first by
+paired bootstrap resampling.
 """
 
 from __future__ import annotations
@@ -33,34 +33,36 @@ HELP = "score translations: sacreBLEU and chrF with their signatures"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--hypothesis", nargs="+", required=True, metavar="F", help="translations to score")
-    parser.add_argument("--reference", nargs="+", required=True, metavar="F", help="one or more references")
-    parser.add_argument("--source", metavar="F", help="also check alignment with the source and count copies of it")
+    parser.add_argument("--reference", nargs="+", required=True, metavar="F", help="reference translations")
+    parser.add_argument(
+        "--source", metavar="F", help="source text: checks that it is aligned, and counts copies of it"
+    )
     parser.add_argument(
         "--tokenised",
         action="store_true",
-        help="the text is tokenised: compute the older papers' multi-bleu instead (not comparable with sacreBLEU)",
+        help="the text is tokenised: compute multi-bleu, as older papers do (not comparable with sacreBLEU)",
     )
     parser.add_argument(
         "--segmented",
         action="store_true",
-        help="join subword-nmt's `@@ ` segments first; the text is then tokenised, so this implies --tokenised",
+        help="join subword-nmt's `@@ ` segments first; implies --tokenised",
     )
     parser.add_argument("--lowercase", action="store_true", help="ignore case")
     parser.add_argument(
         "--like",
         type=Path,
         metavar="DIR",
-        help="put references into the form of translations by this run (or data): lower case, a BERT's spaces. "
-        "Scores are then comparable with one another alone",
+        help="normalise references as translations of this run or data directory are: lower case and spaces of a "
+        "BERT's tokenizer; such scores are comparable only with one another",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object for each hypothesis, one a line")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each hypothesis, one a line")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the files, score them, and print the scores.
 
     Raises:
-        DataError: a file is missing, empty, not UTF-8, or not aligned with the others.
+        DataError: if a file is missing, empty, not UTF-8, or not aligned with the others.
     """
     inputs = _read(arguments)
     tokenised = arguments.tokenised or arguments.segmented
@@ -72,14 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> ScoreInputs:
-    """Read all files of the command line, aligned.
+    """Read all files of the command line, each once.
 
-    A file named twice in one role is read once.
+    Raises:
+        DataError: if a file cannot be read, or the files are not aligned.
     """
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
     if names.count("-") > 1:
-        raise DataError("standard input (`-`) can be only one of the files, but is given more than once; give paths")
+        raise DataError("standard input (`-`) must be given at most once, but is given more often; give paths")
     # One list for each name, shared by its roles: standard input can be read only once.
     lines = {name: read_sentences(name) for name in dict.fromkeys(names)}
     if len({len(sentences) for sentences in lines.values()}) > 1:

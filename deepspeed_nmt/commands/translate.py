@@ -3,7 +3,7 @@
     deepspeed-nmt translate --run RUN --input test.en --output test.hyp
     deepspeed-nmt translate --run RUN_A --run RUN_B --input test.en --output test.hyp       # an ensemble
 
-Memory stays bounded on files of any length. An empty line gives an empty line.
+Files of any length are translated in bounded memory. The translation of an empty line is an empty line.
 """
 
 from __future__ import annotations
@@ -23,29 +23,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
         "--run", type=Path, required=True, action="append", metavar="DIR",
-        help="made by `train`; given several times, the runs decode as an ensemble",
+        help="run directory, made by `train`; several decode as an ensemble",
     )  # fmt: skip
-    parser.add_argument("--checkpoint", default="best", metavar="C", help="best, last, average, or a path [best]")
-    parser.add_argument("--input", required=True, metavar="F", help="source text; - for standard input")
-    parser.add_argument("--output", required=True, metavar="F", help="where translations go; - for standard output")
-    parser.add_argument("--beam", type=int, metavar="K", help="hypotheses kept [the run's search.beam]")
-    parser.add_argument("--length-penalty", metavar="P", help="gnmt:A, power:A, mean or none [the run's]")
-    parser.add_argument("--iterations", type=int, metavar="T", help="mask-predict: rounds of guessing [the run's]")
-    parser.add_argument("--length-beam", type=int, metavar="L", help="mask-predict: lengths tried [the run's]")
-    parser.add_argument("--nbest", type=int, default=1, metavar="N", help="write N translations a line, with scores")
     parser.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="sentences x longest source at once"
+        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
     )
-    parser.add_argument("--encoder-layers", type=int, metavar="N", help="decode with the first N layers (or loops)")
-    parser.add_argument("--decoder-layers", type=int, metavar="M", help="decode with the first M layers (or loops)")
-    parser.add_argument("--exit", metavar="E", help="decode from an exit: shallow or deep (depth growing), or n-m")
-    parser.add_argument("--rerank", choices=("deep-shallow",), help="depth growing: both nets propose, both judge")
-    parser.add_argument("--alpha", type=float, metavar="A", help="weight of the proposing net in --rerank [0.5]")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--input", required=True, metavar="F", help="source text; - is standard input")
+    parser.add_argument("--output", required=True, metavar="F", help="file for translations; - is standard output")
+    parser.add_argument("--beam", type=int, metavar="K", help="beam size (default: search.beam of the run)")
+    parser.add_argument(
+        "--length-penalty",
+        metavar="P",
+        help="gnmt:A, power:A, mean or none (default: search.length_penalty of the run)",
+    )
+    parser.add_argument(
+        "--iterations", type=int, metavar="T", help="mask-predict: iterations (default: search.iterations of the run)"
+    )
+    parser.add_argument(
+        "--length-beam", type=int, metavar="L",
+        help="mask-predict: candidate lengths (default: search.length_beam of the run)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nbest", type=int, default=1, metavar="N",
+        help="translations of each sentence; with scores if above 1 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, metavar="N",
+        help="batch size: sentences x longest source (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--encoder-layers", type=int, metavar="N", help="first layers or loops to use (default: all)")
+    parser.add_argument("--decoder-layers", type=int, metavar="M", help="first layers or loops to use (default: all)")
+    parser.add_argument(
+        "--exit", metavar="E", help="exit to decode from: shallow, deep (depth growing), or N-M (default: the top)"
+    )
+    parser.add_argument(
+        "--rerank", choices=("deep-shallow",), help="depth growing: rerank the candidates of both nets by both nets"
+    )
+    parser.add_argument(
+        "--alpha", type=float, metavar="A",
+        help="with --rerank: weight of the net that proposed a candidate (default: search.alpha of the run, or 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="auto: a GPU if there is one (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate."""
+    """Translate the input.
+
+    Raises:
+        UserError: if options contradict each other, or a run or a file cannot be opened.
+    """
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.files import atomic_text_writer, check_text
@@ -56,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_text(source)
     target = None if arguments.output == "-" else Path(arguments.output)
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
-        raise ConfigError(f"--output must be a file that can be written, but {target}: {what}")
+        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
+        raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
     translator = Translator.open(
         arguments.run,
         checkpoint=arguments.checkpoint,
@@ -69,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
     )
     interactive = source is None and sys.stdin.isatty()
-    # Only a complete translation replaces the output file, which may even be the input.
+    # The output file is replaced only when the translation is complete, so it may be the input.
     writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
     with writer as output, counting("translate", "sentences") as advance:
         translations = translator.stream(
@@ -91,21 +120,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _SEARCH_OPTIONS = ("beam", "length_penalty", "alpha", "iterations", "length_beam")
-"""Options that are settings of a search."""
+"""Options that override settings of the search."""
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options that contradict one another.
+    """Check that the options do not contradict each other.
 
     Raises:
-        ConfigError: naming the options.
+        ConfigError: if they do, naming them.
     """
     layers = arguments.encoder_layers is not None or arguments.decoder_layers is not None
     if layers and arguments.exit is not None:
-        raise ConfigError("--exit and --encoder-layers or --decoder-layers say the same; give one of them")
+        raise ConfigError("--exit and --encoder-layers or --decoder-layers both choose an exit; give one of them")
     if arguments.rerank is None:
         if arguments.alpha is not None:
-            raise ConfigError("--alpha is the weight of --rerank deep-shallow, which is not asked for; give both")
+            raise ConfigError("--alpha is a weight of --rerank deep-shallow, which is missing; give both")
         return
     if layers or arguments.exit is not None:
         option = "--exit" if arguments.exit is not None else "--encoder-layers or --decoder-layers"

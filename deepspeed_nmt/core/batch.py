@@ -19,11 +19,11 @@ class UpdateInfo:
     batch have to be turned into means over tokens or sentences.
 
     Attributes:
-        seed: Seed of the run.
-        number: Number of the update in the run, from 1.
-        micro_batch: Number of the micro-batch within the update on its rank, from 0.
-        tokens: Target tokens of the whole update, over all micro-batches and ranks.
-        sentences: Sentence pairs of the whole update.
+        seed: seed of the run.
+        number: number of the update in the run, from 1.
+        micro_batch: number of the micro-batch within the update on its rank, from 0.
+        tokens: target tokens of the whole update, over all micro-batches and ranks.
+        sentences: sentence pairs of the whole update.
     """
 
     seed: int = 0
@@ -38,15 +38,15 @@ class Batch:
     """One micro-batch as one rank sees it.
 
     Attributes:
-        source_BS: Source tokens, each row ending in EOS, padded on the right.
+        source_BS: source tokens, each row ending in EOS, padded on the right.
         target_input_BT: BOS followed by the target tokens, padded on the right.
-        target_output_BT: The target tokens followed by EOS, padded on the right.
-        sentence_ids_B: Numbers of the pairs in the corpus, -1 in an empty batch; random choices per sentence are
+        target_output_BT: the target tokens followed by EOS, padded on the right.
+        sentence_ids_B: numbers of the pairs in the corpus, -1 in an empty batch; random choices per sentence are
             functions of them.
-        source_tokens: Tokens of ``source_BS`` that are not padding; 0 in an empty batch.
-        target_tokens: Tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
-        pad: Padding token of both sides.
-        update: The update that the batch belongs to.
+        source_tokens: tokens of ``source_BS`` that are not padding; 0 in an empty batch.
+        target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
+        pad: padding token of both sides.
+        update: the update that the batch belongs to.
     """
 
     source_BS: Tensor

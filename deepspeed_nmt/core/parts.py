@@ -1,7 +1,7 @@
-"""The parts of a run as their configurations know each other: model, decoder layer, objective, search.
+"""Base classes of the settings of a run's parts: model, decoder layer, objective, search.
 
-Parts are combined freely, and some combinations have no meaning. Each part states its own requirements, in terms of
-what the other parts say of themselves here, so that no part needs to know another by name.
+Parts combine freely, but some combinations have no meaning. Each part refuses the settings that it cannot be combined
+with. It uses only the properties that all parts declare here, so that no part refers to another by name.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class PartConfig(Config):
     """Settings of a part of a run."""
 
     def contradictions(self, parts: Parts) -> Iterable[str]:
-        """Return one sentence for each setting of another part that this one cannot be combined with.
+        """Return one sentence for each setting of another part that this part cannot be combined with.
 
-        A sentence names both settings and a way out.
+        A sentence names both settings and a remedy.
         """
         return ()
 
 
 class Stages(NamedTuple):
-    """The stages of a stack that objectives can train as exits.
+    """Stages of an encoder or a decoder that an objective can train as exits.
 
     Attributes:
-        setting: the setting that counts them, without its section.
+        setting: name, without the section, of the setting that is their number.
         total: number of stages.
-        layers: layers in the first stage.
+        layers: number of layers in the first stage.
     """
 
     setting: str
@@ -40,30 +40,32 @@ class Stages(NamedTuple):
 
 
 class DataVocabulary(Protocol):
-    """What a model can ask of the data's tokenizer."""
+    """The data's tokenizer as a model uses it."""
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
-        """Return True if a side's tokens are those of a BERT's tokenizer.
+        """Return True if the tokens of one side are those of a BERT's tokenizer.
 
         Args:
-            tokenizer_json: the BERT's tokenizer, serialised.
-            special: numbers of its special tokens by name.
+            tokenizer_json: tokenizer of the BERT, serialised.
+            special: special tokens of the BERT, by name.
+            side: side of the data to compare.
         """
 
 
 class ModelConfig(PartConfig):
-    """Settings of a model, and what other parts of a run need to know of it.
+    """Settings of a model, and the properties that other parts of a run depend on.
 
     Attributes:
-        name: of the model in its registry.
-        left_to_right: True if the model predicts a token from those before it; False if it guesses masked tokens.
-        named_exits: exits with names of their own, besides the top and the numbered ones.
-        grown_prefix: prefix of the parameters that `--grow-from` fills with another run's weights; None if the model
-            does not grow.
-        learning_fields: settings of how the model learns, which weights of another run may differ in.
-        shape_fields: settings that decide what the weights compute, which must be those of another run whose weights
-            are taken over.
-        depth_fields: settings that count layers; layers above those of another run start fresh.
+        name: name of the model in its registry.
+        left_to_right: True if the model predicts each token from those before it; False if it predicts masked tokens.
+        named_exits: names of exits other than the top and the numbered ones.
+        grown_prefix: prefix of the parameters that `--grow-from` loads from another run; None if the model cannot be
+            grown.
+        learning_fields: settings that affect training only. They may differ from the run of a warm start.
+        shape_fields: settings that determine what the weights compute. They must equal those of the run of a warm
+            start.
+        depth_fields: settings that are a number of layers. Layers that the run of a warm start lacks are freshly
+            initialised.
     """
 
     name: str
@@ -75,10 +77,10 @@ class ModelConfig(PartConfig):
     depth_fields: ClassVar[frozenset[str]] = frozenset()
 
     def resolved(self, before: Config | None = None) -> ModelConfig:
-        """Return the settings completed from files that they name, such as a pretrained model's shape.
+        """Return the settings, completed from the files that they name, such as a pretrained model's shape.
 
         Args:
-            before: the model's settings when the run began; None at its start.
+            before: the model's settings in the run that is resumed; None for a new run.
 
         Raises:
             ConfigError: if a file cannot be read.
@@ -86,47 +88,54 @@ class ModelConfig(PartConfig):
         return self
 
     def custom_layers(self) -> tuple[str, int] | None:
-        """Return the setting that counts the decoder layers made by ``layer``, and their number.
+        """Return the setting that is the number of decoder layers built by the part ``layer``, and this number.
 
-        None: the model makes all its layers itself.
+        None if the model builds all its layers itself.
         """
         return None
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
-        """Return the stages of encoder and decoder that an objective can train; None if it trains the top alone."""
+        """Return the stages of encoder and decoder that an objective can train; None if it can train the top only."""
         return None
 
     def own_vocabulary(self) -> Vocabulary | None:
-        """Return the vocabulary that the model's own files bring; None if the data decides."""
+        """Return the vocabulary of the model's pretrained files; None if the data determines the vocabulary."""
         return None
 
     def check_data(self, tokenizer: DataVocabulary) -> None:
-        """Refuse data that the model's pretrained weights do not fit.
+        """Refuse data that does not fit the model's pretrained weights.
+
+        Args:
+            tokenizer: tokenizer of the data.
 
         Raises:
-            ConfigError: naming the setting and what to do.
+            ConfigError: if the data does not fit.
         """
 
     def check_bottom(self, bottom: Parts, where: str) -> None:
-        """Refuse to grow on top of another run's model. Called where :attr:`grown_prefix` is set.
+        """Refuse to grow a model that cannot be the bottom of this one. Called if :attr:`grown_prefix` is set.
 
         Args:
-            bottom: the other run's parts.
-            where: the other run, for messages.
+            bottom: parts of the run to grow.
+            where: directory of that run, for messages.
 
         Raises:
-            ConfigError: if that model cannot be a bottom of this one.
+            ConfigError: if its model cannot be the bottom.
         """
 
     def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse weights of another run whose layers would compute something else in this model.
+        """Refuse a warm start from a run whose weights do not fit this model.
+
+        Args:
+            other: the model's settings in that run.
+            where: directory of that run, for messages.
 
         Raises:
-            ConfigError: naming the settings that differ.
+            ConfigError: if settings that must be equal differ.
         """
 
     def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
-        """Return one phrase for each setting among ``keys`` that two models differ in."""
+        """Return one phrase for each setting among ``keys`` that differs between this model and ``other``."""
         here, there = self.model_dump(), other.model_dump()
         return [
             f"model.{key} is {there.get(key, 'unset')} there and {here.get(key, 'unset')} here"
@@ -135,7 +144,10 @@ class ModelConfig(PartConfig):
         ]
 
     def composition_differences(self, other: ModelConfig) -> list[str]:
-        """Return one phrase for each setting by which the same layers are composed into another network."""
+        """Return one phrase for each differing setting that is not a learning, shape or depth field.
+
+        Such settings compose the same layers into a different network.
+        """
         names = {key for each in (self, other) for key in each.model_dump()}
         ignored = {
             field for each in (self, other) for field in each.learning_fields | each.shape_fields | each.depth_fields
@@ -144,7 +156,11 @@ class ModelConfig(PartConfig):
 
 
 class LayerConfig(PartConfig):
-    """Settings of the decoder layers."""
+    """Settings of the decoder layers.
+
+    Attributes:
+        name: name of the layer in its registry.
+    """
 
     name: str
 
@@ -157,12 +173,22 @@ class LikelihoodConfig(PartConfig):
     """Settings of a likelihood."""
 
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
-        """Return True if training looks at exit (encoder, decoder) of a model with so many stages."""
+        """Return True if training includes the exit (``encoder``, ``decoder``).
+
+        Args:
+            encoder: stage of the encoder, counted from 1.
+            decoder: stage of the decoder, counted from 1.
+            stages: numbers of stages of the model's encoder and decoder.
+        """
         return (encoder, decoder) == stages
 
 
 class RegularizerConfig(PartConfig):
-    """Settings of a regularizer: ``weight`` times it is added to the likelihood's loss."""
+    """Settings of a regularizer.
+
+    Attributes:
+        weight: factor of its value in the loss; 0 disables it.
+    """
 
     weight: float
 
@@ -171,10 +197,10 @@ class SearchConfig(PartConfig):
     """Settings of a search.
 
     Attributes:
-        name: of the search in its registry.
-        left_to_right: True if it asks a model for one token after another.
-        needs_exits: named exits that a model must have to be searched.
-        width_setting: setting that bounds the translations of a sentence; None: the search gives one.
+        name: name of the search in its registry.
+        left_to_right: True if the search decodes one token after another.
+        needs_exits: named exits that the model must have.
+        width_setting: setting that bounds the number of translations per sentence; None if there is only one.
     """
 
     name: str
@@ -184,15 +210,15 @@ class SearchConfig(PartConfig):
 
     @property
     def width(self) -> int:
-        """Upper bound of the translations of a sentence."""
+        """Largest number of translations per sentence."""
         return 1 if self.width_setting is None else int(getattr(self, self.width_setting))
 
     def contradictions(self, parts: Parts) -> Iterable[str]:
-        """Refuse models that lack an exit."""
+        """Refuse models without the exits in ``needs_exits``."""
         if not set(self.needs_exits) <= set(parts.model.named_exits):
             yield (
                 f"search.name={self.name} needs a model with the exits {' and '.join(self.needs_exits)}, but "
-                f"model.name={parts.model.name} has none such; use another search"
+                f"model.name={parts.model.name} does not have them; use another search"
             )
 
 
@@ -201,7 +227,10 @@ class Parts:
     """The configured parts of one run.
 
     Attributes:
-        objective: one likelihood and any number of regularizers, by name.
+        model: settings of the model.
+        layer: settings of the decoder layers.
+        objective: settings of one likelihood and any number of regularizers, by name.
+        search: settings of the search.
     """
 
     model: ModelConfig
@@ -215,6 +244,6 @@ class Parts:
         return [sentence for part in each for sentence in part.contradictions(self)]
 
     def active_regularizers(self) -> dict[str, RegularizerConfig]:
-        """Return the regularizers that have a weight, by name."""
+        """Return the regularizers whose weight is above 0, by name."""
         found = {name: part for name, part in self.objective.items() if isinstance(part, RegularizerConfig)}
         return {name: part for name, part in found.items() if part.weight > 0.0}

@@ -15,13 +15,13 @@ class Vocabulary:
     """Size and special tokens of the target's vocabulary.
 
     Attributes:
-        size: Number of tokens, V.
-        pad: Padding token, which has the same number on both sides.
-        bos: First token that a decoder reads.
-        eos: End-of-sentence token.
-        unk: Token that replaces text missing from the vocabulary.
-        mask: Token that replaces tokens to be guessed; None if the vocabulary has none.
-        own_source: The source's vocabulary; None if both sides share one.
+        size: number of tokens, V.
+        pad: padding token, which has the same number on both sides.
+        bos: first token that a decoder reads.
+        eos: end-of-sentence token.
+        unk: token that replaces text missing from the vocabulary.
+        mask: token that replaces tokens to be guessed; None if the vocabulary has none.
+        own_source: the source's vocabulary; None if both sides share one.
     """
 
     size: int
@@ -37,8 +37,8 @@ class Vocabulary:
         """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP].
 
         Args:
-            size: Number of tokens.
-            special: Special tokens by the names pad, cls, sep, unk and mask.
+            size: number of tokens.
+            special: special tokens by the names pad, cls, sep, unk and mask.
         """
         return cls(
             size,

@@ -60,8 +60,8 @@ class EpochUpdates:
     """The updates of one epoch.
 
     Attributes:
-        order: Sentence indices. Shape: (sentences,)
-        bounds: Update u is ``order[bounds[u] : bounds[u + 1]]``. Shape: (updates + 1,)
+        order: sentence indices. Shape: (sentences,)
+        bounds: update u is ``order[bounds[u] : bounds[u + 1]]``. Shape: (updates + 1,)
     """
 
     order: Indices
@@ -78,11 +78,11 @@ def epoch_updates(source: Lengths, target: Lengths, seed: int, epoch: int, updat
     """Divide the sentences of an epoch into updates; every sentence is in exactly one.
 
     Args:
-        source: Source lengths, EOS included. Shape: (sentences,)
-        target: Target lengths, EOS included. Shape: (sentences,)
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        update_tokens: Target tokens in one update.
+        source: source lengths, EOS included. Shape: (sentences,)
+        target: target lengths, EOS included. Shape: (sentences,)
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+        update_tokens: target tokens in one update.
     """
     shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
     grain = grain_tokens(update_tokens)
@@ -113,11 +113,11 @@ def largest_micro_batch(
     padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
 
     Args:
-        updates: Updates of any epoch.
-        source: Source lengths, EOS included. Shape: (sentences,)
-        target: Target lengths, EOS included. Shape: (sentences,)
-        ranks: Number of data-parallel ranks.
-        config: Bounds of a micro-batch.
+        updates: updates of any epoch.
+        source: source lengths, EOS included. Shape: (sentences,)
+        target: target lengths, EOS included. Shape: (sentences,)
+        ranks: number of data-parallel ranks.
+        config: bounds of a micro-batch.
 
     Returns:
         Sentence indices, the longest first. Shape: (B,)
@@ -153,17 +153,17 @@ def cut_update(
     """Cut an update's sentences into micro-batches, equally many for every rank.
 
     Args:
-        indices: Sentences of the update. Shape: (sentences,)
-        source: Source lengths of the corpus, EOS included. Shape: (corpus,)
-        target: Target lengths of the corpus, EOS included. Shape: (corpus,)
-        ranks: Number of data-parallel ranks.
-        config: Bounds of a micro-batch.
+        indices: sentences of the update. Shape: (sentences,)
+        source: source lengths of the corpus, EOS included. Shape: (corpus,)
+        target: target lengths of the corpus, EOS included. Shape: (corpus,)
+        ranks: number of data-parallel ranks.
+        config: bounds of a micro-batch.
 
     Returns:
         For each rank the indices of each micro-batch's sentences; the last ones may be empty.
 
     Raises:
-        ConfigError: If a single sentence is larger than ``micro_tokens``.
+        ConfigError: if a single sentence is larger than ``micro_tokens``.
     """
     indices = indices[by_length(source[indices], target[indices])]
     s, t = source[indices].astype(np.int64), target[indices].astype(np.int64)
@@ -239,7 +239,7 @@ def check_lengths(source: Lengths, target: Lengths, config: BatchConfig) -> None
     """Refuse a corpus with a sentence larger than a micro-batch, before training instead of in the middle of it.
 
     Raises:
-        ConfigError: If there is one; the message names the longest sentence.
+        ConfigError: if there is one; the message names the longest sentence.
     """
     longest = np.maximum(source, target)
     if len(longest) and int(longest.max()) > config.micro_tokens:

@@ -31,11 +31,11 @@ class BertTokenizer(Tokenizer):
 
     Args:
         contents: JSON of each side's tokenizer, in the format of the library `tokenizers`.
-        special: Special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
+        special: special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
 
     Raises:
-        DataError: If a tokenizer cannot be read, or the two have different padding tokens.
-        ConfigError: If `tokenizers` is not installed.
+        DataError: if a tokenizer cannot be read, or the two have different padding tokens.
+        ConfigError: if `tokenizers` is not installed.
     """
 
     def __init__(self, contents: Contents, special: Special) -> None:
@@ -70,10 +70,10 @@ class BertTokenizer(Tokenizer):
 
         Args:
             names: ``BERT`` for both sides, or ``BERT,BERT`` for source and target.
-            option: Option that named them, for messages.
+            option: option that named them, for messages.
 
         Raises:
-            ConfigError: If one cannot be loaded.
+            ConfigError: if one cannot be loaded.
         """
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
@@ -88,11 +88,11 @@ class BertTokenizer(Tokenizer):
         """Read the vocabularies of a directory.
 
         Args:
-            path: The directory.
-            info: Content of its INFO_FILE.
+            path: the directory.
+            info: content of its INFO_FILE.
 
         Raises:
-            DataError: If they are missing or cannot be read.
+            DataError: if they are missing or cannot be read.
         """
         try:
             special: Special = {side: {name: int(info[side][name]) for name in huggingface.SPECIAL} for side in SIDES}

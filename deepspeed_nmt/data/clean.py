@@ -109,12 +109,12 @@ class PairCleaner:
     """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
 
     Args:
-        config: Criteria for keeping pairs.
+        config: criteria for keeping pairs.
         segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
 
     Attributes:
-        read: Pairs seen so far.
-        removed: Pairs removed so far, by reason.
+        read: pairs seen so far.
+        removed: pairs removed so far, by reason.
     """
 
     def __init__(self, config: CleaningConfig, segmented: bool = False) -> None:
@@ -144,8 +144,8 @@ class PairCleaner:
         """Find the pairs with allowed lengths, and count the others as removed.
 
         Args:
-            source_lengths: Source lengths in tokens. Shape: (N,)
-            target_lengths: Target lengths in tokens. Shape: (N,)
+            source_lengths: source lengths in tokens. Shape: (N,)
+            target_lengths: target lengths in tokens. Shape: (N,)
 
         Returns:
             True for pairs to keep. Shape: (N,)

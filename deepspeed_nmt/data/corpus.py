@@ -48,11 +48,11 @@ class Corpus:
     """Sentence pairs in the order of the text.
 
     Args:
-        directory: Directory of the files.
+        directory: directory of the files.
         split: ``train`` or ``valid``.
 
     Raises:
-        DataError: If files are missing, or their sizes contradict one another.
+        DataError: if files are missing, or their sizes contradict one another.
     """
 
     def __init__(self, directory: Path, split: str) -> None:
@@ -139,10 +139,10 @@ class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement. It holds the pairs of one call in memory.
 
     Args:
-        directory: Directory of the files.
+        directory: directory of the files.
         split: ``train`` or ``valid``.
-        vocab_size: Tokens of the larger vocabulary: below 65,536 a token takes two bytes, otherwise four.
-        unknown: Unknown tokens of source and target, which are counted.
+        vocab_size: tokens of the larger vocabulary: below 65,536 a token takes two bytes, otherwise four.
+        unknown: unknown tokens of source and target, which are counted.
     """
 
     def __init__(self, directory: Path, split: str, vocab_size: int, unknown: tuple[int, int] = (UNK, UNK)) -> None:

@@ -42,17 +42,17 @@ class Meta(Config):
     """The content of ``meta.json``.
 
     Attributes:
-        format: Version of the format; it changes when older directories can no longer be read.
-        version: Version of the program that made the directory.
-        options: Options that decide the content; equal options and inputs give equal data.
-        inputs: Input files by ``<split>.<side>``, in order.
+        format: version of the format; it changes when older directories can no longer be read.
+        version: version of the program that made the directory.
+        options: options that decide the content; equal options and inputs give equal data.
+        inputs: input files by ``<split>.<side>``, in order.
         segmented: True if the text is already segmented in the ``@@ `` style.
-        vocabulary_size: Tokens of the target's side, including special ones.
-        source_vocabulary_size: Tokens of the source's side; None in older directories, where both sides are equal.
-        pairs_read: Training pairs before cleaning.
-        removed: Removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
-        splits: Statistics of ``train`` and ``valid``; valid is not cleaned.
-        files: Every file of the directory except ``meta.json``.
+        vocabulary_size: tokens of the target's side, including special ones.
+        source_vocabulary_size: tokens of the source's side; None in older directories, where both sides are equal.
+        pairs_read: training pairs before cleaning.
+        removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
+        splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        files: every file of the directory except ``meta.json``.
     """
 
     format: Literal[1]
@@ -72,8 +72,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Open the vocabulary of a data or run directory.
 
     Raises:
-        DataError: If it is missing or cannot be read.
-        ConfigError: If it needs a package that is not installed.
+        DataError: if it is missing or cannot be read.
+        ConfigError: if it needs a package that is not installed.
     """
     try:
         info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ class DataDirectory:
         """Open a directory: read ``meta.json`` and check the sizes of all files, without reading them.
 
         Raises:
-            DataError: If the directory is missing, incomplete, or was changed.
+            DataError: if the directory is missing, incomplete, or was changed.
         """
         meta_path = path / META_FILE
         if not meta_path.is_file():
@@ -141,7 +141,7 @@ class DataDirectory:
         """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.
 
         Raises:
-            DataError: If `prepare` was given no such text.
+            DataError: if `prepare` was given no such text.
         """
         name = f"{split}.{side}"
         if name not in self.meta.files:
@@ -154,7 +154,7 @@ class DataDirectory:
         """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
 
         Raises:
-            DataError: If files are missing or were changed, all of them at once.
+            DataError: if files are missing or were changed, all of them at once.
         """
         self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record))
 

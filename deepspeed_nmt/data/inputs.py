@@ -20,13 +20,13 @@ def inspect_inputs(files: Mapping[str, tuple[Paths, Paths]]) -> dict[str, tuple[
     """Hash and count all input files.
 
     Args:
-        files: Source and target files of each split.
+        files: source and target files of each split.
 
     Returns:
         Records of the files by ``<split>.<side>``.
 
     Raises:
-        DataError: If files are missing or not aligned, all of them at once.
+        DataError: if files are missing or not aligned, all of them at once.
     """
     sides = {
         f"{split}.{side}": paths

@@ -35,8 +35,8 @@ class Cursor:
     """A position in the data: the next update to make.
 
     Attributes:
-        epoch: Number of the epoch, from 0.
-        update: Index of the update within the epoch, from 0.
+        epoch: number of the epoch, from 0.
+        update: index of the update within the epoch, from 0.
     """
 
     epoch: int = 0
@@ -48,12 +48,12 @@ class Update:
     """One rank's part of an update.
 
     Attributes:
-        number: Number of the update in the run, from 1.
-        micro_batches: Micro-batches of this rank; every rank has equally many.
-        target_tokens: Target tokens of the whole update, over all ranks.
-        padded_positions: Source and target positions of this rank's micro-batches, padding included.
-        real_positions: The same without padding.
-        after: Position of the next update in the data.
+        number: number of the update in the run, from 1.
+        micro_batches: micro-batches of this rank; every rank has equally many.
+        target_tokens: target tokens of the whole update, over all ranks.
+        padded_positions: source and target positions of this rank's micro-batches, padding included.
+        real_positions: the same without padding.
+        after: position of the next update in the data.
     """
 
     number: int
@@ -77,11 +77,11 @@ def collate(
     padding, so it weighs nothing.
 
     Args:
-        corpus: Sentence pairs to choose from.
-        indices: Chosen pairs. Shape: (B,)
-        vocabulary: Special tokens of both sides.
-        update: The update that the batch belongs to; needed in training.
-        source_indices: Pairs that the sources come from, if not the same ones. Shape: (B,)
+        corpus: sentence pairs to choose from.
+        indices: chosen pairs. Shape: (B,)
+        vocabulary: special tokens of both sides.
+        update: the update that the batch belongs to; needed in training.
+        source_indices: pairs that the sources come from, if not the same ones. Shape: (B,)
     """
     update = update or UpdateInfo()
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
@@ -126,15 +126,15 @@ class TrainLoader:
     """All updates of a run from a given position on, epoch after epoch, without end.
 
     Args:
-        corpus: Training corpus.
-        config: Batch sizes.
-        seed: Seed of the run.
-        rank: This process's number among the data-parallel ranks.
-        ranks: Number of data-parallel ranks.
-        vocabulary: Special tokens of both sides.
+        corpus: training corpus.
+        config: batch sizes.
+        seed: seed of the run.
+        rank: this process's number among the data-parallel ranks.
+        ranks: number of data-parallel ranks.
+        vocabulary: special tokens of both sides.
 
     Raises:
-        ConfigError: If a sentence does not fit into a micro-batch.
+        ConfigError: if a sentence does not fit into a micro-batch.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Prefetcher(Generic[T]):
     Exceptions of the thread are raised by :meth:`next`, in their place.
 
     Args:
-        items: Items to prepare.
-        depth: Number of items to hold ready.
+        items: items to prepare.
+        depth: number of items to hold ready.
     """
 
     def __init__(self, items: Iterator[T], depth: int = 4) -> None:
@@ -220,7 +220,7 @@ class Prefetcher(Generic[T]):
         """Return the next item, waiting for it if necessary.
 
         Raises:
-            StopIteration: If the iterator has ended.
+            StopIteration: if the iterator has ended.
         """
         item, error = self._queue.get()
         if error is not None:

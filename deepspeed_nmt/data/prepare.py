@@ -121,7 +121,7 @@ def prepare(options: PrepareOptions) -> Meta:
         The content of the directory's ``meta.json``.
 
     Raises:
-        DataError: If files are missing or not aligned, no pairs are left after cleaning, the text does not support
+        DataError: if files are missing or not aligned, no pairs are left after cleaning, the text does not support
             the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
             full.
     """
@@ -328,7 +328,7 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
     """Open an existing data directory if it was made from the same text with the same options.
 
     Raises:
-        DataError: If it was not.
+        DataError: if it was not.
     """
     meta = DataDirectory.open(out).meta
     differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]

@@ -40,7 +40,7 @@ class SentencePieceTokenizer(Tokenizer):
         segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
 
     Raises:
-        DataError: If the model cannot be read or has other special tokens.
+        DataError: if the model cannot be read or has other special tokens.
     """
 
     def __init__(self, model: bytes, segmented: bool = False) -> None:
@@ -71,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Read the vocabulary of a directory.
 
         Raises:
-            DataError: If it is missing or cannot be read.
+            DataError: if it is missing or cannot be read.
         """
         missing = [name for name in (MODEL_FILE, INFO_FILE) if not (path / name).is_file()]
         if missing:
@@ -127,15 +127,15 @@ def train_bpe(
     """Train a BPE vocabulary on raw text. The same lines give the same vocabulary.
 
     Args:
-        lines: Source and target text together. All of it is held in memory, so give a sample of large text.
-        vocab_size: Number of tokens, including the four special ones.
-        character_coverage: Share of the text's characters that must be in the vocabulary; rarer ones become unknown.
+        lines: source and target text together. All of it is held in memory, so give a sample of large text.
+        vocab_size: number of tokens, including the four special ones.
+        character_coverage: share of the text's characters that must be in the vocabulary; rarer ones become unknown.
             1.0 for alphabets, 0.9995 for scripts of thousands of characters.
-        normalization: Rule of SentencePiece: ``nmt_nfkc`` unifies compatibility variants and unusual spaces,
+        normalization: rule of SentencePiece: ``nmt_nfkc`` unifies compatibility variants and unusual spaces,
             ``identity`` keeps text unchanged.
 
     Raises:
-        DataError: If there is no text, or it has too many characters or too few different words for ``vocab_size``.
+        DataError: if there is no text, or it has too many characters or too few different words for ``vocab_size``.
     """
     tokenizer = _train(
         lines,
@@ -155,11 +155,11 @@ def train_words(lines: Iterable[str], vocab_size: int | None = None) -> Sentence
     Tokens spelt like special ones (``<s>``, ``<unk>``) are not in it and become unknown.
 
     Args:
-        lines: Source and target text together.
-        vocab_size: Number of tokens to keep, the four special ones and the most frequent; None keeps all.
+        lines: source and target text together.
+        vocab_size: number of tokens to keep, the four special ones and the most frequent; None keeps all.
 
     Raises:
-        DataError: If there is no text, it has fewer tokens than ``vocab_size``, or it was segmented by SentencePiece.
+        DataError: if there is no text, it has fewer tokens than ``vocab_size``, or it was segmented by SentencePiece.
     """
     counts: Counter[str] = Counter()
     for line in lines:

@@ -26,7 +26,7 @@ class Tokenizer(ABC):
     """Vocabularies of both sides, and the conversion between text and their tokens.
 
     Attributes:
-        vocabulary: Sizes and special tokens.
+        vocabulary: sizes and special tokens.
         segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
     """
 
@@ -72,9 +72,9 @@ class Tokenizer(ABC):
         """Return True if a side's tokens are those of a BERT's tokenizer.
 
         Args:
-            tokenizer_json: The BERT's tokenizer, serialised.
-            special: Numbers of its special tokens by name.
-            side: The side to compare.
+            tokenizer_json: the BERT's tokenizer, serialised.
+            special: numbers of its special tokens by name.
+            side: the side to compare.
         """
         return False
 

@@ -19,11 +19,11 @@ class ValidationSet:
     Unlike training, validation accepts sentences longer than ``micro_tokens``: it raises the bound to the longest.
 
     Args:
-        corpus: Validation corpus.
-        vocabulary: Special tokens of both sides.
-        config: Bounds of a batch.
-        rank: Number of this process.
-        ranks: Number of processes.
+        corpus: validation corpus.
+        vocabulary: special tokens of both sides.
+        config: bounds of a batch.
+        rank: number of this process.
+        ranks: number of processes.
     """
 
     def __init__(self, corpus: Corpus, vocabulary: Vocabulary, config: BatchConfig, rank: int, ranks: int) -> None:
@@ -45,8 +45,8 @@ class ValidationSet:
         All batches belong to one update, so that means over its tokens or sentences do not depend on how it is cut.
 
         Args:
-            sentences: Pairs to take; default all. Shape: (N,)
-            source_of: For each pair, the pair whose source replaces its own; default none. Batches hold the same
+            sentences: pairs to take; default all. Shape: (N,)
+            source_of: for each pair, the pair whose source replaces its own; default none. Batches hold the same
                 targets with and without it.
         """
         if sentences is None:

@@ -31,7 +31,7 @@ class UpdateResult:
     """Result of an update.
 
     Attributes:
-        sums: "loss", "nll" and the objective's further sums, each over this rank's micro-batches (fp32 scalars, on
+        sums: "loss", "nll" and the objective's metrics, each summed over this rank's micro-batches (fp32 scalars, on
             the device).
         grad_norm: norm of the gradient before clipping; infinite or NaN if ``skipped``.
         skipped: True if the gradient was not finite and the weights were left unchanged.

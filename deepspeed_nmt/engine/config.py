@@ -83,7 +83,8 @@ class EngineConfig(Config):
     stuck_s: float = Field(
         default=600.0,
         gt=0.0,
-        description="time limit of a micro-batch in seconds, after which its rank is considered stuck and all ranks end",
+        description="time limit of a micro-batch in seconds; a rank that exceeds it is considered stuck and all "
+        "ranks end",
     )
     timeout_s: float = Field(
         default=1800.0,

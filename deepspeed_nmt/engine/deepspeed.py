@@ -148,7 +148,7 @@ class DeepSpeedEngine(Engine):
             seed_dropout(batch, self._world.data_rank)
             output = self._engine(batch.to(self.device))
             self._engine.backward(output.loss * factor)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
             if last and self._stage == 0:
                 # Stage 0 does not report the norm, and does not check for NaN.
                 touched = [p for p in self._named.values() if p.grad is not None]

@@ -74,7 +74,7 @@ class PlainEngine(Engine):
         for index, batch in enumerate(micro_batches):
             on_micro_batch(index)
             output = self._backward(batch, scale / target_tokens)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
         norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale

@@ -1,8 +1,8 @@
-"""BLEU and chrF by sacreBLEU, always with their signatures.
+"""BLEU and chrF by sacreBLEU, with their signatures.
 
 There are two kinds of BLEU. :func:`corpus_scores` scores plain text: sacreBLEU tokenises it, so scores with one
 signature are comparable. :func:`tokenised_bleu` computes the ``multi-bleu.perl`` score of older papers on text that
-is tokenised already; it depends on the tokeniser by a point or more, so it has a label of its own.
+is tokenised already. It varies by a point or more with the tokeniser, so its label differs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BleuDetail:
 
 @dataclass(frozen=True)
 class Scores:
-    """sacreBLEU and chrF of one system (0 to 100), with the signatures to publish beside them."""
+    """sacreBLEU and chrF of one system (0 to 100), with the signatures to publish with them."""
 
     bleu: float
     bleu_detail: BleuDetail
@@ -68,7 +68,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class TokenisedBleu:
-    """BLEU (0 to 100) over the tokens of the text. Never show it without its label."""
+    """BLEU (0 to 100) over the tokens of the text; always print it with its label."""
 
     label: ClassVar[str] = "tokenised BLEU (not comparable with sacreBLEU)"
 
@@ -110,14 +110,14 @@ def corpus_scores(
         tokenize: sacreBLEU's name for the tokeniser it applies before BLEU; chrF needs none.
 
     Raises:
-        DataError: there is nothing to score, or a reference has another number of lines.
-        ConfigError: ``tokenize`` is not one of sacreBLEU's tokenisers.
+        DataError: if there is nothing to score, or a reference has another number of lines.
+        ConfigError: if ``tokenize`` is not one of sacreBLEU's tokenisers.
     """
     _check_aligned(hypotheses, references)
     if tokenize not in BLEU.TOKENIZERS:
         hint = did_you_mean(tokenize, BLEU.TOKENIZERS)
         raise ConfigError(f"`tokenize` must be one of sacreBLEU's tokenisers, but is '{tokenize}'{hint}")
-    # `force` silences sacreBLEU's own warning about tokenised input, which goes past our log; `score` has one.
+    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
     bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     chrf = CHRF(lowercase=lowercase)
     bleu_score = bleu.corpus_score(hypotheses, references)
@@ -142,7 +142,7 @@ def tokenised_bleu(
         lowercase: ignore case.
 
     Raises:
-        DataError: there is nothing to score, or a reference has another number of lines.
+        DataError: if there is nothing to score, or a reference has another number of lines.
     """
     _check_aligned(hypotheses, references)
     metric = _tokenised_metric(lowercase)
@@ -171,7 +171,7 @@ def paired_bootstrap(
         One comparison for each system but the first.
 
     Raises:
-        DataError: there is nothing to score, or a system or a reference has another number of lines.
+        DataError: if there is nothing to score, or a system or a reference has another number of lines.
     """
     for hypotheses in systems:
         _check_aligned(hypotheses, references)
@@ -194,8 +194,10 @@ def paired_bootstrap(
 def _resampled_bleu(
     metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
-    """Return the BLEU of resampled test sets, with the same draws for every system."""
-    metric.effective_order = True  # changes sentences' scores, which are not used; otherwise each is warned of
+    """Return the BLEU of resampled test sets; the draws are the same for every system."""
+    metric.effective_order = (
+        True  # prevents a warning for each sentence; the sentence scores that it changes are not used
+    )
     found = [
         metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
     ]
@@ -228,7 +230,7 @@ def _tokenised_metric(lowercase: bool) -> BLEU:
 
 
 def _check_aligned(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Refuse lists of different lengths, which sacreBLEU would silently cut to the shortest."""
+    """Check that all lists have one length; sacreBLEU would silently truncate them to the shortest."""
     if not hypotheses or not references:
         raise DataError(
             f"scoring needs at least one hypothesis and one reference, but has {len(hypotheses)} hypotheses "

@@ -16,7 +16,12 @@ TOKENS = "train/target_tokens"
 
 @dataclass(frozen=True)
 class Curve:
-    """A logged value over target tokens, in the order of the log."""
+    """A logged value over target tokens, in the order of the log.
+
+    Attributes:
+        tokens: target tokens at each entry.
+        values: value at each entry.
+    """
 
     tokens: list[float]
     values: list[float]
@@ -31,10 +36,10 @@ class RunCurves:
     """Log of one run.
 
     Args:
-        path: of the run directory.
+        path: run directory.
 
     Raises:
-        DataError: if there is no log, or nothing in it.
+        DataError: if there is no log, or it is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +71,7 @@ class RunCurves:
 
 
 def _entry(line: bytes) -> dict[str, float]:
-    """Return the numbers in a line of the log by tag; none if the line is incomplete, as after a crash."""
+    """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash."""
     try:
         content = json.loads(line.decode("utf-8"))
     except ValueError:

@@ -1,8 +1,8 @@
-"""BLEU and time of a model at each depth: the Pareto front, the cheapest sufficient depth, an oracle over depths."""
+"""BLEU and time of a model at each depth: Pareto front, fastest sufficient depth, and oracle over depths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,29 @@ def oracle(sentence_scores: Sequence[Sequence[float]]) -> list[int]:
     """
     columns = zip(*sentence_scores, strict=True)
     return [max(range(len(column)), key=column.__getitem__) for column in columns]
+
+
+def depth_table(depths: Sequence[Depth], chosen: Mapping[str, int], result: Mapping[str, object]) -> str:
+    """Return the report for people.
+
+    Args:
+        depths: all depths.
+        chosen: number of sentences that each depth translates best, by name; empty without an oracle.
+        result: the report for programs.
+    """
+    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'  best for' if chosen else ''}".rstrip()]
+    for depth in depths:
+        best = f"{chosen[depth.name]:>10,}" if chosen else ""
+        lines.append(f"{depth.name:>7}{depth.bleu:>9.2f}{depth.seconds:>10.1f}{best}")
+    front = result["pareto_front"]
+    assert isinstance(front, list)
+    lines += ["", f"Pareto front: {', '.join(front)}"]
+    lines.append(f"fastest depth within {result['max_loss']} BLEU of the full depth: {result['cheapest']}")
+    if chosen:
+        picked = result["oracle"]
+        assert isinstance(picked, dict)
+        lines.append(f"BLEU with the best pair for each sentence: {picked['bleu']:.2f}")
+    return "\n".join(lines)
 
 
 def draw_depths(depths: Sequence[Depth], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores of translation files: reading them, warnings about them, and the report on each hypothesis."""
+"""Scores of translation files: reading, warnings, and a report on each hypothesis."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 
-# Names and numbers translate to themselves; a larger share of copies suggests a model that does not translate.
 COPIES_WORTH_A_WARNING = 0.1
-# Share of a file's lines; in plain text no space precedes a full stop.
+"""Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
 TOKENISED_LINES_WORTH_A_WARNING = 0.3
-# The resamples of a longer file would not fit into the memory of an ordinary machine.
+"""Share of lines ending in " ." that causes a warning: plain text has no space before a full stop."""
 MAX_LINES_OF_A_TEST = 50_000
+"""Bound on a significance test: the resamples of more lines would not fit into the memory of a common machine."""
 
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """Files as lists of sentences, all of one length, by the names that the user gave."""
+    """Sentences of aligned files, by the names that the user gave.
+
+    Attributes:
+        hypotheses: translations to score.
+        references: reference translations.
+        source: source text; None if it is not given.
+    """
 
     hypotheses: Mapping[str, list[str]]
     references: Mapping[str, list[str]]
@@ -39,7 +45,15 @@ class ScoreInputs:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Scores of one hypothesis file, and what makes them doubtful."""
+    """Scores of one hypothesis file, and signs that they are doubtful.
+
+    Attributes:
+        hypothesis: name of the file.
+        scores: its scores.
+        empty: number of empty lines.
+        copies: number of copies of the source; None without a source.
+        comparison: comparison with the first hypothesis; None for the first, and without a test.
+    """
 
     hypothesis: str
     scores: Scores | TokenisedBleu
@@ -141,7 +155,7 @@ def warn_of_copies(report: ScoreReport, lines: int) -> None:
 
 
 def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
-    """Return the report for people: each score, its detail, and its signature below it."""
+    """Return the report as text: each score with its components, and its signature below it."""
     lines = [shown_name(report.hypothesis)] if len(inputs.hypotheses) > 1 else []
     scores = report.scores
     if isinstance(scores, Scores):
@@ -164,7 +178,7 @@ def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
 
 
 def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
-    """Return the report for programs: scores unrounded, and keys only for what was asked for."""
+    """Return the report as JSON, with unrounded scores; values that were not requested are left out."""
     scores = report.scores
     values: dict[str, object] = {
         "hypothesis": report.hypothesis,

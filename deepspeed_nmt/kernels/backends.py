@@ -137,7 +137,7 @@ def failure(operation: str, name: str, device: torch.device, dtype: torch.dtype)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             return compare(operation, load(operation, name), load(operation, "torch"), device, dtype)
-        except Exception as problem:  # a compiler, a driver, an extension: whatever fails, torch works
+        except Exception as problem:  # of a compiler, a driver or an extension; torch works without them
             return problem
 
     # Grad mode, autocast and recomputation's hooks for saved tensors are per thread: a new thread has none of them.

@@ -73,12 +73,12 @@ class Kernels:
 
     @classmethod
     def only(cls, backend: str) -> Kernels:
-        """Return kernels of one backend for all operations, whatever the environment says."""
+        """Return kernels of one backend for all operations, regardless of the environment."""
         assert backend in BACKENDS
         return cls(fixed=dict.fromkeys(OPERATIONS, backend))
 
     def fall_back_to_torch(self, operations: Iterable[str]) -> Kernels:
-        """Return the same kernels with torch for some of the operations, whatever names another backend."""
+        """Return the same kernels with torch for some of the operations, regardless of settings and environment."""
         fixed = {**self._fixed, **dict.fromkeys(operations, "torch")}
         return Kernels(self._setting, self._attention, fixed=fixed, capability=self._capability)
 
@@ -174,7 +174,7 @@ class Kernels:
         # apex's extensions have no meta device, and allocate as torch does.
         return "torch" if name == "apex" else name
 
-    # The operations. Statistics and sums are in fp32 or wider, whatever the dtype.
+    # The operations. Statistics and sums are in fp32 or wider for every dtype.
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension (Ba et al. 2016). Shape: (..., D), (D,), (D,) -> (..., D)."""

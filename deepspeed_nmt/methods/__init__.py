@@ -1,6 +1,6 @@
-"""The methods, one file a paper, and the tables by which a run's configuration names them.
+"""Methods, and the registries that map their names in a configuration to their settings and builders.
 
-To add a method: write its file with a configuration class and a build function, and add its line to a table.
+A new method is a file with a configuration class and a build function, and an entry of a registry.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from deepspeed_nmt.methods import (
 from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.registry import Entry, Registry, SelfTest
 
-# The first row of a table is the default.
+# The first entry of a registry is the default.
 
-# name, configuration, builder: (config, vocabulary, make_layer) -> model
+# Builder: (config, vocabulary, make_layer) -> model.
 MODELS: Registry[TranslationModel] = Registry(
     "model",
     [
@@ -48,7 +48,7 @@ MODELS: Registry[TranslationModel] = Registry(
     ],
 )
 
-# name, configuration, builder: (config, number, parts) -> decoder layer
+# Builder: (config, number, parts) -> decoder layer.
 LAYERS: Registry[DecoderLayer] = Registry(
     "layer",
     [
@@ -63,7 +63,7 @@ LAYERS: Registry[DecoderLayer] = Registry(
     ],
 )
 
-# name, configuration, builder: (config, vocabulary) -> likelihood; an objective has one
+# Builder: (config, vocabulary) -> likelihood. An objective has one likelihood.
 LIKELIHOODS: Registry[Likelihood] = Registry(
     "likelihood",
     [
@@ -78,7 +78,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
     ],
 )
 
-# name, configuration, builder: (config, vocabulary) -> regularizer; an objective has any number
+# Builder: (config, vocabulary) -> regularizer. An objective has any number of regularizers.
 REGULARIZERS: Registry[Regularizer] = Registry(
     "regularizer",
     [
@@ -95,10 +95,10 @@ def _entries() -> Iterator[Entry[object]]:
 
 
 def self_tests() -> dict[str, SelfTest]:
-    """Return the cases of all methods that `selftest` trains, by name."""
+    """Return the `selftest` cases of all methods, by name."""
     return {entry.selftest.name: entry.selftest for entry in _entries() if entry.selftest is not None}
 
 
 def collapse_remedies() -> list[str]:
-    """Return the settings that the methods offer against a decoder that ignores its source."""
+    """Return the settings that methods recommend for a decoder that ignores its source."""
     return [entry.collapse_remedy for entry in _entries() if entry.collapse_remedy]

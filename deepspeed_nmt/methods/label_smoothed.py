@@ -1,6 +1,9 @@
-"""Label-smoothed cross-entropy (Szegedy et al. 2016; Vaswani et al. 2017, 5.4).
+"""Label-smoothed cross-entropy.
 
-With e the smoothing and V the vocabulary, a target token y costs
+Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: "Rethinking the Inception Architecture for Computer Vision", 2016; as used
+by Vaswani et al.: "Attention Is All You Need", 2017, section 5.4.
+
+With smoothing e and a vocabulary of V tokens, the loss of a target token y is
 
     (1 - e) (-log p(y)) + e/V sum_v (-log p(v)).
 
@@ -33,18 +36,19 @@ class LabelSmoothedConfig(LikelihoodConfig):
 
 
 class LabelSmoothed:
-    """Cross-entropy at the decoder's top exit."""
+    """Label-smoothed cross-entropy at the top exit."""
 
     def __init__(self, smoothing: float, pad: int) -> None:
         self.smoothing = smoothing
         self.pad = pad
 
     def request_passes(self, passes: Passes) -> None:
-        """The top exit is all it takes."""
+        """Request no exit but the top."""
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
+        """Compute the loss at the top exit of each pass; see :class:`Likelihood`."""
         states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(
             projected_cross_entropy,
@@ -58,5 +62,5 @@ class LabelSmoothed:
 
 
 def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:
-    """The likelihood of a run."""
+    """Build the label-smoothed cross-entropy."""
     return LabelSmoothed(config.smoothing, vocabulary.pad)

@@ -22,7 +22,9 @@ def fail_together(world: World) -> Iterator[None]:
         world: the ranks that enter the block.
 
     Raises:
-        UserError, TrainingError, OSError: the error of the block, if there is only one rank.
+        UserError: the error of the block, if there is only one rank.
+        TrainingError: the same.
+        OSError: the same.
         ReportedError: on every rank, if there are several ranks and the block failed on any of them.
     """
     problem: Exception | None = None

@@ -92,7 +92,7 @@ class _Waiting:
         waited = time.monotonic() - self._began
         if self._stop_requested():
             if self._place.local_rank == 0:
-                logger.info("stopped while waiting %s; start the same command again to go on", what)
+                logger.info("stopped while waiting %s; start the same command again to resume", what)
             raise ReportedError(EXIT_STOPPED)
         if waited > self._timeout_s:
             raise TrainingError(

@@ -39,7 +39,7 @@ _KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _GONE = "rank 0, which hosts the TCP store, is gone or stopped: {}"
 _GRACE = 1.5
 """Intervals that rank 0 stays after a verdict, so that the other ranks can read it from the store."""
-_MESSAGE = "%s. All ranks stop; start the same command again to go on from the last checkpoint"
+_MESSAGE = "%s. All ranks stop; start the same command again to resume from the last checkpoint"
 
 
 class Watchdog:

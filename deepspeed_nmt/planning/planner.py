@@ -1,4 +1,4 @@
-"""Plans for a run: its model is counted once, then the memory of any way to train it follows."""
+"""Planner of a run: it counts the model once, and computes the memory of any layout from the counts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import Layout, Recompute, Work, count_update, interpolated
 
 _COUNTED = (2048, 8192)
-"""Tokens of the micro-batches that are counted; other sizes are interpolated."""
+"""Sizes in tokens of the micro-batches that are counted; other sizes are interpolated."""
 
 
 class Planner:
-    """Counts a model once, then tells the memory of any way to train it.
+    """Planner of a model: memory and speed of any layout, recomputation and micro-batch size.
 
     Args:
         model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to the precision it
@@ -39,7 +39,7 @@ class Planner:
         ranks: number of GPUs.
 
     Raises:
-        ConfigError: if the ranks cannot be divided by ``engine.tensor_parallel``, or the model cannot.
+        ConfigError: if ``engine.tensor_parallel`` does not divide the ranks or the model.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Planner:
         self._layout = Layout(None, ranks, tensor_ranks, 32 if settings.precision == "fp32" else 16)
 
     def as_set(self, usable_gib: float) -> Plan:
-        """Return the plan that the settings describe; where they say "auto", with as little recomputation as fits."""
+        """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
         engine, layout = self._engine, self._layout
         if self._settings.ds_config is not None:
             zero = self._settings.ds_config.get("zero_optimization", {})
@@ -96,7 +96,7 @@ class Planner:
         return plan_for(self.work, self.trained, self.frozen, plan.layout, plan.micro_tokens, (0, 0))
 
     def settings(self, plan: Plan) -> list[str]:
-        """Return a plan as settings, as ``train`` takes them."""
+        """Return the settings of a plan, as arguments of ``train``."""
         engine = ["engine.name=plain"] if plan.layout.stage is None else [f"engine.ds_config=zero{plan.layout.stage}"]
         sides = zip(("encoder", "decoder"), plan.recompute, strict=True)
         recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]

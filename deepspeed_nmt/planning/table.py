@@ -1,4 +1,4 @@
-"""A plan for people and for programs: a table of memory by part, and JSON."""
+"""Text and JSON of plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokens_per_second(plan: Plan, gpu: Gpu, num_gpus: int, mfu: float) -> float 
 
 
 def as_json(plan: Plan, gpu: Gpu) -> dict[str, Any]:
-    """Return a plan for programs."""
+    """Return a plan as values for JSON."""
     return {
         "zero_stage": plan.layout.stage,
         "micro_tokens": plan.micro_tokens,
@@ -27,13 +27,13 @@ def as_json(plan: Plan, gpu: Gpu) -> dict[str, Any]:
 
 
 def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: int, gpu: Gpu, speed: str) -> str:
-    """Return plans for people: memory of one GPU by part, and settings to use.
+    """Return a table of plans, the memory of one GPU by part, and the settings to use.
 
     Args:
-        columns: plans by title; the one titled "advised" follows ``advice``.
-        advice: settings.
+        columns: plans by title; "advised" is the one with the settings in ``advice``.
+        advice: settings to use.
         update_tokens: target tokens of an update.
-        gpu: planned for.
+        gpu: GPU that the plans are for.
         speed: phrase that ends the last line; "" if the speed is unknown.
     """
     width = max(12, *map(len, columns)) + 2
@@ -47,7 +47,7 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
     plan = columns["advised"]
     if not plan.fits(gpu.usable_gib):
         lines.append(
-            "this is the smallest plan, and does not fit: use larger GPUs, more of them (perhaps with "
+            "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "
             "engine.tensor_parallel), or offload (engine.name=deepspeed engine.ds_config=zero3_offload)"
         )
     share = update_tokens * plan.layout.tensor_ranks // plan.layout.ranks

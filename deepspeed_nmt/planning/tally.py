@@ -1,6 +1,6 @@
-"""Memory and matrix products of a computation, counted while it runs.
+"""Counter of memory and matrix products of a computation, while it runs.
 
-On the meta device tensors have shapes and no memory, so the largest model can be counted on any machine.
+On the meta device tensors have shapes and no data, so a model of any size can be counted on any machine.
 """
 
 from __future__ import annotations

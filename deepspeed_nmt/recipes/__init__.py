@@ -1,4 +1,4 @@
-"""Named experiments: recipes in YAML, and sweeps around them in ``sweeps/``."""
+"""Named experiments: recipes as YAML files, and sweeps over their settings in ``sweeps/``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import yaml
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
 RECIPES = Path(__file__).parent
+"""Directory of the recipes."""
 SWEEPS = RECIPES / "sweeps"
+"""Directory of the sweeps."""
 
 
 def recipes() -> list[str]:
@@ -27,7 +29,13 @@ def sweeps() -> list[str]:
 
 
 def load_recipe(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe, on top of those of the one it ``extends``.
+    """Return the settings of a recipe, merged over those of the recipe that it ``extends``.
+
+    Args:
+        name: of the recipe.
+
+    Returns:
+        Settings nested by section.
 
     Raises:
         ConfigError: if there is no such recipe.
@@ -45,10 +53,16 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def load_sweep(name: str) -> list[tuple[str, list[str]]]:
-    """Return the points of a sweep: each a recipe and settings on top of it.
+    """Return the points of a sweep.
 
-    A sweep's file names a ``recipe``, and either a ``grid`` (setting -> values, all combinations) or ``points`` (a
-    list of setting -> value).
+    The file of a sweep contains the name of a ``recipe``, and either a ``grid`` (lists of values by setting, of which
+    all combinations are points) or ``points`` (a list of values by setting).
+
+    Args:
+        name: of the sweep.
+
+    Returns:
+        For each point the recipe, and the settings that override it as "key=value".
 
     Raises:
         ConfigError: if there is no such sweep.
@@ -64,24 +78,35 @@ def load_sweep(name: str) -> list[tuple[str, list[str]]]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read settings nested by section.
+    """Read settings from a YAML file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Settings nested by section.
 
     Raises:
-        ConfigError: if the file cannot be read or holds no mapping.
+        ConfigError: if the file cannot be read, or does not contain a mapping.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} must be a YAML file that can be read, but is not: {error}") from error
+        raise ConfigError(f"{path} must be a YAML file, but cannot be read: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold sections with keys, but holds a {type(content).__name__}")
+        raise ConfigError(f"{path} must contain sections with keys, but contains a {type(content).__name__}")
     return _with_numbers({str(key): value for key, value in content.items()})
 
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Override nested settings in place."""
+    """Override nested settings in place.
+
+    Args:
+        into: settings to change.
+        new: settings that take precedence.
+    """
     for key, value in new.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -93,7 +118,7 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def to_number(text: str) -> Any:
-    """Return a number for text that is one: YAML 1.1 takes 7e-4 for a string."""
+    """Convert text to a number if it is one, else return it. YAML 1.1 reads 7e-4 as a string."""
     try:
         return float(text) if text[:1] in "+-.0123456789" else text
     except ValueError:
@@ -101,6 +126,7 @@ def to_number(text: str) -> Any:
 
 
 def _with_numbers(content: dict[str, Any]) -> dict[str, Any]:
+    """Apply :func:`to_number` to all strings in nested settings."""
     return {
         key: _with_numbers(value)
         if isinstance(value, dict)

@@ -1,4 +1,6 @@
-"""A run on disk.
+"""Run directories.
+
+Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*
 metrics.jsonl  tensorboard/  checkpoints/  logs/
@@ -28,15 +30,21 @@ CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.jso
 LOGS = "logs"
 """Log of each rank, over all restarts."""
 ORIGIN_FILE = "origin.json"
-"""Another run that the first weights came from."""
+"""File that records the run of a warm start."""
 
-# Settings that make a run what it is: they cannot change while it goes on.
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
+"""Settings that cannot change once the run has a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory that exists."""
+    """An existing run, opened for reading.
+
+    Attributes:
+        path: run directory.
+        config: settings of the run.
+        tokenizer: tokenizer of the run.
+    """
 
     path: Path
     config: RunConfig
@@ -47,11 +55,11 @@ class Run:
         """Open the directory of a run for reading.
 
         Args:
-            path: of the directory.
+            path: run directory.
             option: option by which the user named it, for messages.
 
         Raises:
-            ConfigError: if it is not one.
+            ConfigError: if it is no run directory.
         """
         if not (path / CONFIG_FILE).is_file():
             what = "has no config.yaml" if path.is_dir() else "does not exist"
@@ -60,7 +68,7 @@ class Run:
 
     @property
     def checkpoints(self) -> CheckpointStore:
-        """The run's checkpoints."""
+        """Checkpoints of the run."""
         training = self.config.training
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
 
@@ -73,11 +81,11 @@ class Run:
         return model.eval()
 
     def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
-        """Return True if training looked at an exit of the run's model.
+        """Return True if the run's objective trains an exit of its model.
 
         Args:
-            exit: its name. Exits with names of their own, such as those of a grown model, are always trained.
-            stages: of encoder and decoder of the model.
+            exit: name of the exit. Exits without numbers, such as those of a grown model, are always trained.
+            stages: number of stages of the encoder and of the decoder.
         """
         encoder, numbered, decoder = exit.partition("-")
         if not numbered:
@@ -87,16 +95,21 @@ class Run:
 
 
 def has_begun(path: Path) -> bool:
-    """Return True if a run has a checkpoint. Until then its settings are free to change."""
+    """Return True if a run has a checkpoint. Until then, all its settings can change."""
     return (path / CONFIG_FILE).is_file() and bool(CheckpointStore(path / CHECKPOINTS).names())
 
 
 def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
-    """Record what a run is, or check that it is still the same.
+    """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
+
+    Args:
+        path: run directory.
+        config: settings of the run.
+        data: data to train on.
 
     Raises:
-        ConfigError: if a setting differs that cannot change on the way; all such are listed.
-        DataError: if the data is not what the run began with.
+        ConfigError: if a setting has changed that cannot change; all of them are listed.
+        DataError: if the data has changed.
     """
     if not has_begun(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +133,7 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
     now = _flat(config.model_dump(mode="json"))
     problems = [
-        f"{key} must stay {before.get(key, 'unset')} while {path} goes on, but is {now.get(key, 'unset')}; "
+        f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
         "start a new run instead"
         for key in sorted(before.keys() | now.keys())
         if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)
@@ -130,7 +143,11 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
 
 
 def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Read one of a run's JSON files.
+    """Read a JSON file of a run.
+
+    Args:
+        file: to read.
+        keys: keys that it must have.
 
     Raises:
         DataError: if it is missing, cannot be read, or lacks a key.

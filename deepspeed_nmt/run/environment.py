@@ -19,7 +19,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_C
 
 
 def environment() -> dict[str, Any]:
-    """Describe this process's environment, as JSON allows it."""
+    """Return the environment of this process, as values for JSON."""
     packages = ["torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"]
     packages += ["transformers", "tokenizers"]
     versions = {name: _version(name) for name in packages}
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """Return the line that the log has of an environment at each start."""
+    """Return a line about an environment, for the log of each start."""
     job, versions = found["slurm"].get("SLURM_JOB_ID"), found["packages"]
     ours = f"deepspeed_nmt {found['deepspeed_nmt']} (git {found['git'] or 'unknown'})"
     return f"{ours}, torch {versions['torch']} on {platform.node()}{f', job {job}' if job else ''}"

@@ -16,12 +16,12 @@ class RunLock:
     """Lock against a second training in a run directory; released when the process ends, however it ends.
 
     Args:
-        path: the run directory; made if need be.
-        patience_s: seconds to wait for another process that holds it: on network file systems a lost host's lock
-            lives on for a while.
+        path: run directory; made if it does not exist.
+        patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
+            a lost host late.
 
     Raises:
-        ConfigError: if another process holds it.
+        ConfigError: if another process holds the lock.
     """
 
     def __init__(self, path: Path, patience_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a run, resolved once: what depends on machine and data is decided before anything is built."""
+"""Settings of a run, resolved once before anything is built: values that depend on the machine or the data."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from deepspeed_nmt.planning.memory import Recompute
 from deepspeed_nmt.planning.planner import Planner
 
 RESOLVED_FILE = "resolved.json"
-"""What a run's settings came to at its last start."""
+"""File with the resolved settings of the last start."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run's settings with everything decided.
+    """Settings of a run with all automatic values decided.
 
     Attributes:
         config: settings of the user, completed from files that they name.
-        vocabulary: of the data.
+        vocabulary: vocabulary of the data.
         engine: precision, clipping and DeepSpeed's configuration.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
-        kernels: of the fused operations.
-        backends: their choice on this rank's device, for the log.
+        kernels: kernels of the fused operations.
+        backends: description of the kernels chosen on this rank's device, for the log.
     """
 
     config: RunConfig
@@ -81,12 +81,12 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
 
     Args:
         config: settings of the user.
-        data: to train on.
+        data: data to train on.
         world: the ranks.
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
     Raises:
-        ConfigError: if a setting cannot be followed here.
+        ConfigError: if a setting cannot be respected on this machine.
         DataError: if the data does not fit the model.
     """
     with fail_together(world):
@@ -94,7 +94,7 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         _check_data(config, vocabulary, data, resumed=resumed)
         kernels = build_kernels(config)
-    # fp32 besides: under autocast, and in validation.
+    # Some operations run in fp32, too: under autocast, and in validation.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
         recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
@@ -115,7 +115,7 @@ def make_planner(
         kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
 
     Raises:
-        ConfigError: if the model cannot be divided as ``engine.tensor_parallel`` says.
+        ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
     model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
     return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks)
@@ -127,12 +127,12 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     Otherwise ranks that share a model would draw different dropout masks.
 
     Args:
-        kernels: of the run.
+        kernels: kernels of the run.
         world: the ranks.
-        dtypes: to compute in.
+        dtypes: dtypes to compute in.
 
     Raises:
-        ConfigError: on all ranks, if a backend that is named is not available on one.
+        ConfigError: on all ranks, if a backend that the settings name is not available on one.
     """
     with fail_together(world):
         chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
@@ -146,11 +146,11 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
 
 
 def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, *, resumed: bool) -> None:
-    """Refuse data that the model cannot be trained on, before training rather than in the middle of it.
+    """Check that the model can be trained on the data.
 
     Raises:
         ConfigError: if pretrained weights have another vocabulary.
-        DataError: naming the longest sentence, if the model cannot read it.
+        DataError: if a sentence is longer than the model can read.
     """
     if not resumed:
         config.model.check_data(data.tokenizer())
@@ -174,7 +174,7 @@ def resolve_recomputation(
     """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit.
 
     Raises:
-        ConfigError: if "auto" is asked for on a CPU, and ``engine.memory_gib`` is not set.
+        ConfigError: if a setting is "auto" on a CPU, and ``engine.memory_gib`` is not set.
     """
     sides = (config.engine.recompute_encoder, config.engine.recompute_decoder)
     if "auto" not in sides:
@@ -184,8 +184,8 @@ def resolve_recomputation(
         gib = Gpu("this", torch.cuda.get_device_properties(world.device).total_memory / GIB, 0.0).usable_gib
     if not gib:
         raise ConfigError(
-            "engine.recompute_encoder or engine.recompute_decoder is auto, which needs to know how much memory there "
-            "is; set engine.memory_gib, or give numbers"
+            "engine.recompute_encoder or engine.recompute_decoder is auto, which needs the size of the memory; set "
+            "engine.memory_gib, or give numbers"
         )
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
     planned = kernels.planned_for(capability)
@@ -198,6 +198,6 @@ def resolve_recomputation(
             plan.micro_tokens,
             plan.total / GIB,
             gib,
-            "" if plan.fits(gib) else ", which is still too much",
+            "" if plan.fits(gib) else ", which does not fit",
         )
     return plan.recompute

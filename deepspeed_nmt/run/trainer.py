@@ -1,4 +1,4 @@
-"""Training of a run: a session is made from the newest checkpoint or from the start, and the loop works with it."""
+"""Training of a run: a session is built, from the newest checkpoint or from the start, and passed to the loop."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Job:
     """A run to be trained by these ranks.
 
     Attributes:
-        path: the run directory, begun.
+        path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
         config: settings of the run.
-        data: to train on.
-        origin: another run that the first weights come from, or None.
+        data: data to train on.
+        origin: run of a warm start; None for random or pretrained weights.
         world: the ranks.
-        stop: tells that somebody wants the run to stop.
-        watchdog: is told what this rank is doing.
+        stop: request to stop, by a user or a scheduler.
+        watchdog: monitor of the ranks, which records the work of this rank.
     """
 
     path: Path
@@ -73,20 +73,20 @@ class Job:
 
     @property
     def store(self) -> CheckpointStore:
-        """The run's checkpoints."""
+        """Checkpoints of the run."""
         training = self.config.training
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
 
 
 def train_run(job: Job) -> Progress:
-    """Train until the end, or until asked to stop; after a rollback, go on from the checkpoint at once."""
+    """Train until the end or a requested stop, and return the progress. A rollback is followed by a resume."""
     resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
     logger.info("%s", resolved)
     if job.world.is_main:
         resolved.save(job.path)
     while (progress := _resume_or_start(job, resolved)) is None:
-        job.watchdog.at("going back to a checkpoint", slow=True)
-        gc.collect()  # the engine and all it held
+        job.watchdog.at("rolling back", slow=True)
+        gc.collect()  # frees the engine and its tensors
         if job.world.device.type == "cuda":
             torch.cuda.empty_cache()
     return progress
@@ -102,7 +102,7 @@ def _resume_or_start(job: Job, resolved: ResolvedRun) -> Progress | None:
 
 @contextmanager
 def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress) -> Iterator[Session]:
-    """Build all that the loop works with; its files and its engine are closed at the end."""
+    """Build the session, and close its files and its engine at the end."""
     config, data, world, vocabulary = resolved.config, job.data, job.world, resolved.vocabulary
     objective = build_objective(config, vocabulary)
     with fail_together(world):
@@ -110,7 +110,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         seed = config.training.seed
         loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
         model = _initial_model(job, resolved, checkpoint)
-        copy = build_model(config, vocabulary, resolved.kernels)  # whole, for validation
+        copy = build_model(config, vocabulary, resolved.kernels)  # unsharded, for validation
     optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
     with once_per_host():
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
@@ -150,7 +150,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
 
 
 def _newest_checkpoint(store: CheckpointStore, world: World) -> Checkpoint | None:
-    """Return the newest good checkpoint. Rank 0 looks for it and hashes its files; other ranks open the same one."""
+    """Return the newest good checkpoint. Rank 0 finds it and verifies its hashes; other ranks open the same one."""
     found = None
     with fail_together(world):
         if world.is_main:
@@ -163,10 +163,10 @@ def _newest_checkpoint(store: CheckpointStore, world: World) -> Checkpoint | Non
 
 
 def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None) -> TranslationModel:
-    """Build the model with the weights that the run goes on or starts with, sliced over the ranks that share it.
+    """Build the model with the weights that the run resumes or starts with, sliced over the ranks that share it.
 
     Raises:
-        ConfigError: if frozen parts of it would keep random weights.
+        ConfigError: if frozen parts would keep random weights.
     """
     model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
     model.recompute(*resolved.recompute)
@@ -177,7 +177,9 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
         if job.world.is_main:
             write_origin(job.path, origin)
     elif not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError("this model has frozen parts that were trained before; give their run by --grow-from RUN")
+        raise ConfigError(
+            "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
+        )
     parallelize(model, job.world)
     return model
 
@@ -198,7 +200,7 @@ def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, wor
 
 
 def _workload(resolved: ResolvedRun, objective: Objective, world: World) -> Workload | None:
-    """Count the cost of training; None on a CPU, on GPUs of unknown peak, and on ranks that do not log."""
+    """Count the cost of training; return None on CPUs, on GPUs of unknown peak, and on ranks that do not log."""
     if world.device.type != "cuda" or not world.is_main:
         return None
     name = torch.cuda.get_device_name(world.device)

@@ -1,4 +1,4 @@
-"""Validation during training: loss by teacher forcing, BLEU by search."""
+"""Validation during training: loss with teacher forcing, and BLEU of the translations."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from deepspeed_nmt.train.session import Validation
 
 
 class ModelValidator:
-    """Validation of the model by loss and BLEU.
+    """Validator of a model by loss and BLEU.
 
-    Weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
+    The weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
 
     Args:
-        replica: The model.
-        objective: Objective of the run.
-        data: Data directory with the raw validation text.
-        validation: Validation set as batches.
-        config: Settings.
-        search: Search and its settings.
-        world: The ranks.
+        replica: unsharded copy of the model.
+        objective: objective of the run.
+        data: data directory with the raw validation text.
+        validation: validation set in batches.
+        config: settings of validation.
+        search: the search and its settings.
+        world: the ranks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ModelValidator:
             self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
 
     def __call__(self, update: int) -> Validation:
-        """Validate the weights after ``update``; all ranks call it together."""
+        """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
         with self._replica.at(update) as model:
             values = self._loss(model)
             if self._config.bleu:
@@ -87,7 +87,7 @@ class ModelValidator:
 
     def _bleu(self, model: TranslationModel) -> float:
         count = min(len(self._sources), self._config.max_sentences or len(self._sources))
-        # Every ranks-th sentence, so that all ranks have similar work; put back in order below.
+        # Each rank takes every ranks-th sentence, so that all have similar work; the order is restored below.
         mine = range(self._world.rank, count, self._world.ranks)
         translations = translate_lines(
             model,

@@ -1,4 +1,4 @@
-"""Warm starts: a run begins with the weights of another (fine-tuning, direct stacking, depth growing)."""
+"""Warm start of a run from the weights of another one: fine-tuning, direct stacking, depth growing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Origin:
-    """Another run that a run starts from.
+    """Run and checkpoint of a warm start.
 
     Attributes:
-        run: its directory.
+        run: run directory.
         checkpoint: best, last, average, or a path.
-        grow: True if its model becomes the frozen bottom of the new one; False if its weights are trained on.
+        grow: True if its model becomes the frozen bottom of the new one; False if its weights are trained further.
     """
 
     run: Path
@@ -42,7 +42,7 @@ class Origin:
 
     @property
     def option(self) -> str:
-        """The option by which the user named it."""
+        """Option by which the user named it."""
         return _option(self.grow)
 
 
@@ -50,20 +50,20 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     """Copy the weights of a checkpoint of another run into a new model.
 
     With ``origin.grow`` they become the model's frozen bottom (depth growing). Otherwise they are the model's own,
-    and layers above those of the other run stay fresh (direct stacking).
+    and layers above those of the other run keep their initial weights (direct stacking).
 
     Args:
-        model: of the new run, freshly initialised.
-        config: of the new run.
+        model: model of the new run, which has its initial weights.
+        config: settings of the new run.
         origin: the other run.
-        data: of the new run; its vocabulary must be the other run's.
+        data: data of the new run; both runs must have the same vocabulary.
 
     Returns:
-        Content of the new run's ORIGIN_FILE.
+        Content of ORIGIN_FILE of the new run.
 
     Raises:
-        ConfigError: if vocabulary, shapes, or what the weights compute differ, in one sentence.
-        CheckpointError: if there is no such checkpoint.
+        ConfigError: if vocabularies, shapes, or the computations with the weights differ.
+        CheckpointError: if the checkpoint does not exist or is damaged.
     """
     source = Run.open(origin.run, origin.option)
     if source.tokenizer.digest != data.tokenizer().digest:
@@ -106,10 +106,10 @@ def _grows(model: type[Config]) -> bool:
 
 
 def write_origin(run: Path, origin: dict[str, Any]) -> None:
-    """Write ORIGIN_FILE, and warn of weights that fit but were trained as another network."""
+    """Write ORIGIN_FILE, and warn if the weights fit but were trained in a different network."""
     if origin["differences"]:
         logger.warning(
-            "--init-from %s: %s; the weights fit, but were trained as another network",
+            "--init-from %s: %s; the weights fit, but were trained in a different network",
             origin["run"],
             " and ".join(origin["differences"]),
         )
@@ -117,20 +117,20 @@ def write_origin(run: Path, origin: dict[str, Any]) -> None:
 
 
 def check_origin(run: Path, origin: Origin) -> None:
-    """Refuse to resume a run under another origin than it began with; the same one may be named again.
+    """Check that a resumed run had the same warm start.
 
     Args:
-        run: directory of a run that has begun.
-        origin: that the user names now.
+        run: directory of a run that has a checkpoint.
+        origin: warm start that the user requests now.
 
     Raises:
-        ConfigError: if the run came from elsewhere, or from nowhere.
+        ConfigError: if the run began with another warm start, or without one.
         DataError: if ORIGIN_FILE cannot be read.
     """
     file = run / ORIGIN_FILE
-    remedy = f"leave {origin.option} out to go on, or start a new run with another --run directory"
+    remedy = f"leave {origin.option} out to resume, or start a new run with another --run directory"
     if not file.exists():
-        raise ConfigError(f"{origin.option} is for the start of a run, but {run} has begun without it; {remedy}")
+        raise ConfigError(f"{origin.option} applies to the start of a run, but {run} has begun without it; {remedy}")
     record = read_record(file, ("run", "checkpoint", "frozen"))
     asked = record.get("which", origin.checkpoint)  # older versions did not record it
     same_run = _same_path(origin.run, record["run"]) and origin.grow == record["frozen"]
@@ -147,7 +147,7 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
     """Copy a checkpoint's weights into a model, or into the part of it that has a prefix.
 
     Raises:
-        ConfigError: if names or shapes differ.
+        ConfigError: if names or shapes differ, naming the first difference.
     """
     grow = bool(prefix)
     own = dict(model.named_parameters())
@@ -155,10 +155,10 @@ def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: 
     expected = {name for name in own if name.startswith(prefix)}
     missing = {name for name in expected - set(weights) if grow or not _above(name, weights)}
     differences = [
-        *(f"{name} is {_shape(weights[name])} there and {_shape(own[name])} here"
+        *(f"{name} is {_shape(weights[name])} instead of {_shape(own[name])}"
           for name in sorted(expected & set(weights)) if weights[name].shape != own[name].shape),
-        *(f"{name.removeprefix(prefix)} is only there" for name in sorted(set(weights) - expected)),
-        *(f"{name.removeprefix(prefix)} is only here" for name in sorted(missing)),
+        *(f"{name.removeprefix(prefix)} is unexpected" for name in sorted(set(weights) - expected)),
+        *(f"{name.removeprefix(prefix)} is missing" for name in sorted(missing)),
     ]  # fmt: skip
     if differences:
         part = "bottom must have the shape" if grow else "model must have the shape"

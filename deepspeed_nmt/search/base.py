@@ -16,9 +16,9 @@ class Hypothesis:
     """A finished translation.
 
     Attributes:
-        tokens: Tokens without BOS and EOS.
-        score: Number by which a search ranks hypotheses; the higher the better.
-        log_prob: Log-probability (nats) of the tokens and the EOS after them.
+        tokens: tokens without BOS and EOS.
+        score: number by which a search ranks hypotheses; the higher the better.
+        log_prob: log-probability (nats) of the tokens and the EOS after them.
     """
 
     tokens: list[int]
@@ -33,7 +33,7 @@ class Search(Protocol):
         """Translate a batch of sentences.
 
         Args:
-            source_BS: Source tokens on the model's device, each row ending in EOS, padded on the right.
+            source_BS: source tokens on the model's device, each row ending in EOS, padded on the right.
             padded: False promises that no position is padding.
 
         Returns:

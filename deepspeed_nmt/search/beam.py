@@ -77,8 +77,8 @@ class _Live:
     """Unfinished hypotheses; slots without one have a log-probability of -inf.
 
     Attributes:
-        tokens_BWT: Their tokens, BOS first.
-        log_prob_BW: Their log-probabilities, fp32.
+        tokens_BWT: their tokens, BOS first.
+        log_prob_BW: their log-probabilities, fp32.
     """
 
     tokens_BWT: Tensor
@@ -90,9 +90,9 @@ class _Extensions:
     """The best extensions of each sentence's hypotheses by one token, best first.
 
     Attributes:
-        log_prob_BC: Log-probability of the extended hypothesis, fp32; -inf where fewer than C exist.
-        parent_BC: Number of the hypothesis that is extended, 0..W-1.
-        token_BC: The new token.
+        log_prob_BC: log-probability of the extended hypothesis, fp32; -inf where fewer than C exist.
+        parent_BC: number of the hypothesis that is extended, 0..W-1.
+        token_BC: the new token.
         is_eos_BC: True if the new token is EOS.
     """
 
@@ -108,9 +108,9 @@ class BeamSearch:
     Hypotheses are scored by log-probability divided by the length penalty. BOS and padding are never predicted.
 
     Args:
-        config: Settings.
+        config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: Special tokens.
+        vocabulary: special tokens.
     """
 
     def __init__(self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
@@ -127,7 +127,7 @@ class BeamSearch:
             For each sentence at least one and at most ``beam`` different hypotheses, best first.
 
         Raises:
-            CheckpointError: If the model predicts NaN.
+            CheckpointError: if the model predicts NaN.
         """
         assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
@@ -173,9 +173,9 @@ class BeamSearch:
         """Find the best 2K extensions of each sentence.
 
         Args:
-            live: Unfinished hypotheses.
-            logits_RV: Logits of their next tokens; overwritten.
-            closing: For each sentence, True if only EOS may follow.
+            live: unfinished hypotheses.
+            logits_RV: logits of their next tokens; overwritten.
+            closing: for each sentence, True if only EOS may follow.
         """
         eos, pad, bos = self.vocabulary.eos, self.vocabulary.pad, self.vocabulary.bos
         sentences, width = live.log_prob_BW.shape

@@ -42,12 +42,12 @@ class DeepShallow:
     """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``.
 
     Args:
-        config: Settings.
+        config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: Special tokens.
+        vocabulary: special tokens.
 
     Raises:
-        ConfigError: If the model has no such exits.
+        ConfigError: if the model has no such exits.
     """
 
     def __init__(self, config: DeepShallowConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
@@ -87,11 +87,11 @@ def mean_log_probs(
     """Compute the mean log-probability (nats) of the tokens and EOS of each sentence's candidates.
 
     Args:
-        model: The net that scores.
-        vocabulary: Special tokens.
-        source_BS: Source tokens, as in :meth:`Search.search`.
+        model: the net that scores.
+        vocabulary: special tokens.
+        source_BS: source tokens, as in :meth:`Search.search`.
         padded: False promises that no position is padding.
-        candidates: Candidates of each sentence, without BOS and EOS.
+        candidates: candidates of each sentence, without BOS and EOS.
 
     Returns:
         Means in the shape of ``candidates``.

@@ -39,7 +39,7 @@ class Ensemble(DecodableModel):
     """An ensemble, which decodes with p(y) = mean of the models' p_i(y).
 
     Args:
-        models: Models with the same vocabulary.
+        models: models with the same vocabulary.
     """
 
     def __init__(self, models: Sequence[DecodableModel]) -> None:

@@ -32,7 +32,7 @@ class LengthPenalty:
 
     Attributes:
         family: "gnmt" or "power".
-        exponent: The exponent A.
+        exponent: the exponent A.
     """
 
     family: str
@@ -43,7 +43,7 @@ class LengthPenalty:
         """Parse the name of a penalty.
 
         Raises:
-            ConfigError: If there is no such penalty, or its exponent is not a number from 0 to 10.
+            ConfigError: if there is no such penalty, or its exponent is not a number from 0 to 10.
         """
         if text in ("mean", "none"):
             return cls("power", 1.0 if text == "mean" else 0.0)

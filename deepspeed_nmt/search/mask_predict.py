@@ -46,8 +46,8 @@ class MaskedModel(Protocol):
     """A model that guesses masked tokens.
 
     Attributes:
-        mask: Token that replaces tokens to be guessed.
-        longest_target: Most tokens of a translation, its EOS included; None if unbounded.
+        mask: token that replaces tokens to be guessed.
+        longest_target: most tokens of a translation, its EOS included; None if unbounded.
     """
 
     mask: int | None
@@ -70,12 +70,12 @@ class MaskPredict:
     """Mask-predict with one model.
 
     Args:
-        config: Settings.
+        config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
-        vocabulary: Special tokens.
+        vocabulary: special tokens.
 
     Raises:
-        ConfigError: If the model does not guess masked tokens.
+        ConfigError: if the model does not guess masked tokens.
     """
 
     def __init__(

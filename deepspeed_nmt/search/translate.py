@@ -44,9 +44,9 @@ class Translation:
     """One translation of one line.
 
     Attributes:
-        text: The translation.
-        score: Its score in the search; 0 for an empty line.
-        tokens: Its tokens, without BOS and EOS.
+        text: the translation.
+        score: its score in the search; 0 for an empty line.
+        tokens: its tokens, without BOS and EOS.
     """
 
     text: str
@@ -69,23 +69,23 @@ def translate_lines(
 
     Args:
         model: A model on ``device``, in eval mode.
-        tokenizer: Vocabulary of the model.
-        lines: Sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
+        tokenizer: vocabulary of the model.
+        lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
             translation is empty. Of lines longer than the model can read, the beginning is translated, with a
             warning.
-        config: The search and its settings.
-        max_tokens: Bound of a batch: sentences times the longest source among them, in tokens with EOS. Memory also
+        config: the search and its settings.
+        max_tokens: bound of a batch: sentences times the longest source among them, in tokens with EOS. Memory also
             grows with the beam. A longer line is translated in a batch of its own.
-        buffer_lines: Lines that are read before the first of them is yielded; memory grows with it.
-        nbest: Translations wanted for each line, at most as many as the search keeps.
-        device: Device of the model.
-        advance: Called with the number of further lines that are done, which may be long before they are yielded.
+        buffer_lines: lines that are read before the first of them is yielded; memory grows with it.
+        nbest: translations wanted for each line, at most as many as the search keeps.
+        device: device of the model.
+        advance: called with the number of further lines that are done, which may be long before they are yielded.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
 
     Raises:
-        ConfigError: If numbers are out of range. All of them are reported at once, before anything is read.
+        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
     """
     problems = [
         f"{name} must be at least 1, but is {value}"
@@ -136,8 +136,8 @@ def length_buckets(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int
     With the longest first, a batch that does not fit into memory fails at once and not after an hour.
 
     Args:
-        lengths: Length of each sentence in tokens.
-        max_tokens: Bound of sentences times the longest of a batch; a longer sentence gets a batch of its own.
+        lengths: length of each sentence in tokens.
+        max_tokens: bound of sentences times the longest of a batch; a longer sentence gets a batch of its own.
 
     Yields:
         The sentences' numbers, each once.

@@ -1,4 +1,4 @@
-"""The comparison of engines that `deepspeed-nmt selftest` prints."""
+"""Comparison of every engine and layout with one plain process, as `deepspeed-nmt selftest` prints it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.selftest.models import Saved, build, loader_of, methods, train, write_corpus
 
 UPDATES = 10
+"""Number of updates that each engine makes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How an engine compares with one plain process in fp32.
+    """Comparison of an engine with one plain process in fp32.
+
+    Differences of losses and gradient norms are relative for values above 1, those of weights absolute.
 
     Attributes:
-        ranks, tensor_ranks: in all, and of these how many share a model.
-        loss, norm, weights: greatest differences; of losses and norms over the updates, of weights at the end.
-        resumed: the same of losses after its state was handed to a new engine, against itself undisturbed.
-        tolerance: that none of the above may exceed, in relation to the loss's size (weights: absolute).
-        seconds: that it took.
-        problem: what went wrong, where there are no figures.
+        method: name of the method's case.
+        engine: name of the engine, as :func:`deepspeed_nmt.selftest.models.build` takes it.
+        ranks: number of ranks.
+        tensor_ranks: number of ranks that share a model.
+        tolerance: upper bound on each difference.
+        loss: largest difference of the losses of all updates.
+        norm: largest difference of the gradient norms of all updates.
+        weights: largest difference of the weights after the last update.
+        resumed: largest difference of the losses after a resume from those of the same engine without one.
+        seconds: duration of the comparison.
+        problem: message of the error that prevented the comparison, or "".
     """
 
     method: str
@@ -49,14 +57,14 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether every difference is small enough; NaN is not."""
+        """True if no difference exceeds the tolerance; False for NaN."""
         return not self.problem and all(
             value <= self.tolerance for value in (self.loss, self.norm, self.weights, self.resumed)
         )
 
 
 def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
-    """Engines to compare, with how many ranks share a model."""
+    """Yield the engines to compare, each with the number of ranks that share a model."""
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     names = ["plain", "plain+recompute"]
     if has_deepspeed:
@@ -69,11 +77,11 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
 
 
 def rows(world: World, quick: bool = False) -> Iterator[Row]:
-    """Compare engine after engine. All ranks iterate together, and get the same rows.
+    """Yield the comparison of each method and engine. All ranks iterate together and get the same rows.
 
     Args:
-        world: all ranks, none of which share a model yet.
-        quick: only the quick cases.
+        world: all ranks, without tensor parallelism.
+        quick: True for the quick cases only.
     """
     grids = {1: world, **({2: world.regrouped(2)} if world.ranks % 2 == 0 else {})}
     with tempfile.TemporaryDirectory() as scratch:
@@ -81,7 +89,7 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
         write_corpus(directory)
         for method in methods(quick):
             alone = World(0, 1, world.local_rank, world.device)
-            # The others run with the kernels that are chosen on this machine.
+            # The reference runs on torch's own operations, the others on the kernels chosen for this machine.
             plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
             reference, weights = _trained(plain, alone, directory)
             for engine, tensor_ranks in engines(world, method):
@@ -96,12 +104,12 @@ def _compare(
     try:
         found, own = _trained(build(method, engine, world, directory), world, directory)
         resumed = _resumed(method, engine, world, directory, found["loss"])
-    except (RuntimeError, ValueError) as error:  # of torch and DeepSpeed: it belongs into the table
+    except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
         return replace(row, problem=f"{type(error).__name__}: {error}".splitlines()[0])
     return replace(
         row,
-        loss=_apart(found["loss"], reference["loss"]),
-        norm=_apart(found["norm"], reference["norm"]),
+        loss=_difference(found["loss"], reference["loss"]),
+        norm=_difference(found["norm"], reference["norm"]),
         weights=max(float((own[name] - weight).abs().max()) for name, weight in weights.items()),
         resumed=resumed,
         seconds=time.monotonic() - started,
@@ -109,7 +117,7 @@ def _compare(
 
 
 def _trained(engine: Engine, world: World, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What UPDATES updates gave, and the weights after them."""
+    """Make UPDATES updates, and return their report and the final weights."""
     report = train(engine, loader_of(directory, world), world, 1, UPDATES, Cursor())
     weights = {state.name: state.weight for state in engine.parameters()}
     engine.close()
@@ -117,7 +125,7 @@ def _trained(engine: Engine, world: World, directory: Path) -> tuple[dict[str, A
 
 
 def _resumed(method: str, engine: str, world: World, directory: Path, straight: list[float]) -> float:
-    """How far losses are from the undisturbed ones when the state goes to a new engine half-way."""
+    """Resume half-way in a new engine, and return the largest difference of the losses from ``straight``."""
     loader = loader_of(directory, world)
     half = UPDATES // 2
     first = build(method, engine, world, directory)
@@ -128,10 +136,11 @@ def _resumed(method: str, engine: str, world: World, directory: Path, straight: 
     second.restore(saved, scalars)
     rest = train(second, loader, world, half + 1, UPDATES, done["cursor"])
     second.close()
-    return _apart(rest["loss"], straight[half:])
+    return _difference(rest["loss"], straight[half:])
 
 
-def _apart(ours: list[float], theirs: list[float]) -> float:
+def _difference(ours: list[float], theirs: list[float]) -> float:
+    """Return max_i |a_i - b_i| / max(1, |b_i|)."""
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True))
 
 

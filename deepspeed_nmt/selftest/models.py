@@ -1,7 +1,7 @@
-"""Small models of every method, trained a few updates under any engine: what `selftest` and the tests compare.
+"""Small models of every method, trained for a few updates under any engine, for `selftest` and the tests.
 
-All engines do the same arithmetic, so losses, gradient norms and weights of any two differ by rounding alone. Each
-method provides its own case (:class:`deepspeed_nmt.registry.SelfTest`).
+All engines do the same arithmetic: losses, gradient norms and weights of any two differ by rounding only. Each method
+provides its own case (:class:`deepspeed_nmt.registry.SelfTest`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 
 VOCABULARY = Vocabulary(61)
-"""An odd size: two ranks that share a model hold unequal slices."""
+"""Vocabulary of an odd size, so that two ranks that share a model hold unequal slices."""
 BATCH = BatchConfig(update_tokens=700, micro_tokens=260)
 _CLIP_NORM = 0.5
 _SUMS = ("loss", "nll")
+"""Sums that every objective has."""
 
 
 def methods(quick: bool = False) -> list[str]:
@@ -50,8 +51,8 @@ def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
     """Return the settings of a case.
 
     Args:
-        method: its name.
-        dropout: of the model.
+        method: name of the case.
+        dropout: dropout probability of the model, if it has such a setting.
     """
     config = validate({**self_tests()[method].settings, "training": {"seed": 7}})
     if "dropout" not in type(config.model).model_fields:
@@ -60,10 +61,13 @@ def settings_of(method: str, dropout: float = 0.0) -> RunConfig:
 
 
 class Saved:
-    """State of an engine, held in memory; see :class:`deepspeed_nmt.engine.base.SavedState`.
+    """State of an engine in memory, a :class:`deepspeed_nmt.engine.base.SavedState`.
+
+    Args:
+        states: of all parameters.
 
     Attributes:
-        weights: whole, by name.
+        weights: unsharded weights by parameter name.
     """
 
     def __init__(self, states: Iterable[ParameterState]) -> None:
@@ -80,7 +84,13 @@ class Saved:
 
 
 def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
-    """Write a corpus of random tokens, source and target of like length, the same everywhere."""
+    """Write a training corpus of random tokens, the same on every machine.
+
+    Args:
+        directory: to write into.
+        pairs: number of sentence pairs.
+        longest: bound on the length of a sentence.
+    """
 
     def tokens(count: int, *parts: int) -> list[int]:
         low = VOCABULARY.unk + 1
@@ -94,7 +104,7 @@ def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
 
 
 def loader_of(directory: Path, world: World) -> TrainLoader:
-    """Return a loader of this rank's micro-batches of the corpus in ``directory``."""
+    """Return a loader of this rank's micro-batches, over the corpus in ``directory``."""
     return TrainLoader(Corpus(directory, "train"), BATCH, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
@@ -107,17 +117,17 @@ def build(
     weights: dict[str, Tensor] | None = None,
     kernels: Kernels = DEFAULT,
 ) -> Engine:
-    """Build an engine over a model that is the same in every layout.
+    """Build an engine over a model whose initial weights are the same in every layout.
 
     Args:
         method: name of a case.
-        engine: NAME[:PRECISION][+recompute], the name being plain, zero0 ... zero3, or offload (ZeRO-3 with weights
-            and optimizer in the host's memory).
-        world: whose ``tensor_ranks`` share a model.
-        directory: of the corpus; each rank writes its DeepSpeed configuration there.
-        dropout: of the model.
-        weights: to start from, instead of fresh ones.
-        kernels: of the model.
+        engine: NAME[:PRECISION][+recompute], with NAME one of plain, zero0 ... zero3, and offload (ZeRO-3 with
+            weights and optimizer state in the host's memory).
+        world: the ranks, of which ``tensor_ranks`` share a model.
+        directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
+        dropout: dropout probability of the model.
+        weights: initial weights by parameter name; None for random ones.
+        kernels: of the model's fused operations.
     """
     config = settings_of(method, dropout)
     module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
@@ -128,8 +138,8 @@ def build(
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)
     parallelize(module.model, world)
-    # With an epsilon far below rounding errors, Adam turns the sign of a gradient that is zero but for rounding into
-    # a whole step of the learning rate, and the CPU it runs on would decide some weights. 1e-6 is above them.
+    # With an epsilon below rounding errors, Adam turns the sign of a gradient that is zero up to rounding into a full
+    # step, so some weights would depend on the CPU. 1e-6 is above rounding errors.
     trainable = [p for p in module.to(world.device).parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trainable, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
     settings: dict[str, Any] = {"name": "plain", "precision": precision or "fp32", "device": world.device.type}
@@ -138,7 +148,7 @@ def build(
         content: dict[str, Any] = {"zero_optimization": {"stage": 0 if name == "offload" else int(name[-1])}}
         if name == "offload":
             content = load_ds_config("zero3_offload")
-        # Otherwise ZeRO-3 would leave such small parameters whole.
+        # Otherwise ZeRO-3 does not shard parameters as small as these.
         content["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         if precision == "fp16":
             content["fp16"] = {"enabled": "auto", "initial_scale_power": 8}
@@ -150,17 +160,26 @@ def build(
 
 
 def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: int, cursor: Cursor) -> dict[str, Any]:
-    """Make updates ``first`` to ``last`` from a position in the data.
+    """Make some updates from a position in the data.
+
+    Args:
+        engine: to train.
+        loader: of this rank.
+        world: the ranks.
+        first: number of the first update.
+        last: number of the last update.
+        cursor: position in the data of the first update.
 
     Returns:
-        Lists with each update's loss, further sums, gradient norm, micro-batches a rank, and True if it was skipped;
-        and as "cursor" the position after the last one.
+        Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
+        (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and "cursor", the
+        position after the last update.
     """
-    losses, norms, counts, skipped, terms = [], [], [], [], []
+    losses, norms, counts, skipped, metrics = [], [], [], [], []
     for update in loader.updates(cursor, first):
         result = engine.update(update.micro_batches, update.target_tokens, 3e-3 * min(1.0, update.number / 5))
         total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
-        terms.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
+        metrics.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
         losses.append(total["loss"] / update.target_tokens)
         norms.append(result.grad_norm)
         counts.append(len(update.micro_batches))
@@ -168,4 +187,4 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         cursor = update.after
         if update.number == last:
             break
-    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "terms": terms, "cursor": cursor}
+    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics, "cursor": cursor}

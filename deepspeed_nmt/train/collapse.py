@@ -63,13 +63,13 @@ class CollapseMonitor:
     """Measurement and judgement of source reliance.
 
     Args:
-        config: Settings.
-        grace: Updates before the first judgement, used if the configuration leaves them open.
-        validation: Validation set that the slice is taken from.
-        replica: The model.
-        objective: Objective of the run, whose likelihood is measured.
-        world: Ranks that share the slice.
-        remedies: Settings to try against a decoder that ignores its source, for the warning.
+        config: settings.
+        grace: updates before the first judgement, used if the configuration leaves them open.
+        validation: validation set that the slice is taken from.
+        replica: the model.
+        objective: objective of the run, whose likelihood is measured.
+        world: ranks that share the slice.
+        remedies: settings to try against a decoder that ignores its source, for the warning.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class CollapseMonitor:
         resumed without a remedy stops at its next measurement.
 
         Args:
-            update: Number of the update before the measurement.
-            values: The measurement.
-            bad: Bad measurements in a row before this one.
+            update: number of the update before the measurement.
+            values: the measurement.
+            bad: bad measurements in a row before this one.
 
         Returns:
             Bad measurements in a row including this one, and the reason to stop the run or "".
@@ -152,8 +152,8 @@ class CollapseMonitor:
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, whatever its "
-                "training loss is. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                f"(guessing: {guessing:.2f}) after {bad} bad measurements in a row, and its training loss does not "
+                "show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
         else:
@@ -161,7 +161,7 @@ class CollapseMonitor:
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
                 f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
-                f"be near 0 however low its loss. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
+                f"be near 0 even if its loss is low. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
                 "model.decoder_layers"
             )
         message = f"update {update}: {what}"
@@ -184,8 +184,8 @@ class _SublayerNorms:
     """Sums of the norms of sub-layers' outputs, by "sub-layer/number of the layer".
 
     Attributes:
-        layers: Numbers, from 1, of the decoder layers with cross-attention.
-        sums: Sums of norms over all target tokens seen.
+        layers: numbers, from 1, of the decoder layers with cross-attention.
+        sums: sums of norms over all target tokens seen.
     """
 
     def __init__(self, model: TranslationModel) -> None:

@@ -23,11 +23,14 @@ from deepspeed_nmt.train.throughput import Window
 
 
 def train(session: Session, progress: Progress) -> Progress | None:
-    """Train from ``progress`` until the end, or until asked to stop; the work done is then saved.
+    """Train until the end or a requested stop, and save.
+
+    Args:
+        session: objects that the loop needs.
+        progress: progress to continue from.
 
     Returns:
-        The run's progress; None if it was rolled back: training then continues from the newest checkpoint, with a new
-        engine.
+        The new progress; None after a rollback, which requires a new session from the newest checkpoint.
 
     Raises:
         TrainingError: if the gradient stays infinite or NaN in spite of rollbacks, if memory runs out, or if the
@@ -35,7 +38,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
         OSError: if the last checkpoint cannot be written.
     """
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
-    if _stop_requested(session.stop, world):  # while the run was being set up
+    if _stop_requested(session.stop, world):  # requested during set-up
         return progress
     window = Window(session.workload)
     spikes = SpikeWatch(config.spike_factor)
@@ -55,7 +58,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
             with explained(f"update {update.number}", update.micro_batches, world.device):
                 explain = worth_explaining(progress.skipped, loss_scale)
                 result = engine.update(
-                    update.micro_batches, update.target_tokens, lr, explain, _tell(watchdog, update)
+                    update.micro_batches, update.target_tokens, lr, explain, _micro_batch_callback(watchdog, update)
                 )
             loss_scale = result.loss_scale
             progress = _advance(progress, update, result.skipped, time.monotonic() - started)
@@ -79,19 +82,20 @@ def train(session: Session, progress: Progress) -> Progress | None:
                 progress, fatal = _measure_collapse(session, progress)
             validating = validating or _due(config.validate_every, progress)
             saving = saving or _due(config.save_every or config.validate_every, progress)
-            # Amid skipped updates both wait: what is kept then may be ruined. Only the end of training cannot wait.
+            # In a streak of skipped updates validation and saving wait, because the weights may be ruined. At the
+            # end of training they cannot wait.
             sound, best = progress.skipped == 0, False
             if (validating and sound) or _finished(config, progress):
                 progress, best = _validate(session, progress)
                 validating = False
-            watchdog.at(f"what follows update {progress.update}")
+            watchdog.at(f"agreeing after update {progress.update}")
             stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
                 saved_at = _save(session, progress, best, saved_at, must=stopping or _finished(config, progress))
                 saving = False
             if fatal:
                 with fail_together(world):
-                    raise TrainingError(f"{fatal}. The run is saved as it is after update {saved_at}")
+                    raise TrainingError(f"{fatal}. The run was saved after update {saved_at}")
             if stopping:
                 break
     finally:
@@ -104,14 +108,15 @@ def train(session: Session, progress: Progress) -> Progress | None:
 
 
 def _stop_requested(stop: StopRequest, world: World) -> bool:
-    """Return True on all ranks if any rank was asked to stop."""
+    """Return True on all ranks if a stop is requested on any rank."""
     requested = any_rank(bool(stop), world)
-    if requested:  # `stop` is not read again: meanwhile a request may have reached some ranks only.
+    if requested:  # a later request may have reached some ranks only
         stop.agree()
     return requested
 
 
-def _tell(watchdog: Watchdog, update: Update) -> Callable[[int], None]:
+def _micro_batch_callback(watchdog: Watchdog, update: Update) -> Callable[[int], None]:
+    """Return a callback that reports the index of the current micro-batch to the watchdog."""
     count = len(update.micro_batches)
     return lambda index: watchdog.at(f"update {update.number}, micro-batch {index + 1} of {count}")
 
@@ -144,7 +149,7 @@ def _advance(progress: Progress, update: Update, skipped: bool, seconds: float) 
 
 
 def _measure_collapse(session: Session, progress: Progress) -> tuple[Progress, str]:
-    """Measure and log source reliance, and return why the run must stop, or ""."""
+    """Measure and log source reliance, and return the reason to stop the run, or ""."""
     session.watchdog.at(f"measuring collapse after update {progress.update}", slow=True)
     found = session.monitor(progress.update)
     session.metrics.log(progress.update, {**found, "train/target_tokens": float(progress.target_tokens)})
@@ -166,10 +171,17 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
 
 
 def _save(session: Session, progress: Progress, best: bool, saved_at: int, *, must: bool) -> int:
-    """Write a checkpoint on rank 0, gathered from all ranks, and return the update of the newest good one.
+    """Gather a checkpoint on rank 0, write it, and return the update of the newest good checkpoint.
+
+    Args:
+        session: objects that the loop needs.
+        progress: progress to record.
+        best: True if its score is the best so far.
+        saved_at: update of the newest good checkpoint before.
+        must: True to raise if it cannot be written; False to log an error and continue.
 
     Raises:
-        OSError: if it cannot be written and ``must`` be; otherwise training continues with a message.
+        OSError: if it cannot be written, and ``must`` is True.
     """
     store, engine, world = session.store, session.engine, session.world
     session.watchdog.at(f"saving update {progress.update}", slow=True)
@@ -194,5 +206,5 @@ def _save(session: Session, progress: Progress, best: bool, saved_at: int, *, mu
         with fail_together(world):
             raise OSError(message)
     if world.is_main:
-        logger.error("%s; training goes on", message)
+        logger.error("%s; training continues", message)
     return saved_at

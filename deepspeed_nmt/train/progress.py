@@ -11,7 +11,8 @@ class Progress:
 
     Attributes:
         update: number of updates made.
-        epoch, epoch_update: position in the data of the next update.
+        epoch: epoch of the next update, from 0.
+        epoch_update: index of the next update in its epoch, from 0.
         target_tokens: target tokens seen so far.
         train_seconds: seconds spent in updates, over all restarts.
         best_score: best validation score so far, greater is better; None before the first validation.
@@ -19,8 +20,8 @@ class Progress:
         validations_since_best: number of validations since then, for early stopping.
         skipped: number of consecutive skipped updates up to this one.
         rollbacks: number of rollbacks so far.
-        retries: number of rollbacks since the run last passed the update where it failed.
-        failed_at: that update; 0 before the first rollback.
+        retries: number of rollbacks since the run last passed ``failed_at``.
+        failed_at: update at which the run failed last; 0 before the first rollback.
         bad_measurements: number of consecutive bad measurements of the collapse monitor.
     """
 

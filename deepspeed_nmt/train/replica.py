@@ -1,4 +1,4 @@
-"""An unsharded copy of the model on every rank, for validation; the engine's own module may be sharded."""
+"""Unsharded copy of the model on every rank, for validation: the engine's own module may be sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed_nmt.engine.base import Engine
 
 
 class Replica:
-    """An unsharded copy of the model, in eval mode; on the engine's device only while it is in use.
+    """Unsharded copy of the model in eval mode; it is on the engine's device only while it is in use.
 
     Args:
         model: the copy; its weights are overwritten.
@@ -26,7 +26,7 @@ class Replica:
 
     @contextmanager
     def at(self, update: int) -> Iterator[TranslationModel]:
-        """Provide the model after ``update``, the engine's newest; weights are gathered once an update.
+        """Yield the model after ``update``, the engine's newest; weights are gathered once for each update.
 
         All ranks call it together.
         """

@@ -1,4 +1,4 @@
-"""Everything that the training loop works with."""
+"""Session: the objects that the training loop needs, and the settings of training."""
 
 from __future__ import annotations
 
@@ -24,32 +24,29 @@ from deepspeed_nmt.train.throughput import Workload
 class TrainingConfig(Config):
     """Length of training, and intervals of logging, validation and checkpoints."""
 
-    seed: int = Field(
-        default=1,
-        ge=0,
-        description="seed of initial weights, order of the data, dropout and all other random choices",
-    )
-    max_updates: int = Field(default=100_000, ge=1, description="stop after so many updates")
-    max_epochs: int = Field(default=0, ge=0, description="stop after so many passes over the data; 0: no limit")
-    log_every: int = Field(default=100, ge=1, description="updates between two lines of the log")
+    seed: int = Field(default=1, ge=0, description="seed of initial weights, data order, and dropout")
+    max_updates: int = Field(default=100_000, ge=1, description="number of updates after which training ends")
+    max_epochs: int = Field(default=0, ge=0, description="number of epochs after which training ends; 0: no limit")
+    log_every: int = Field(default=100, ge=1, description="updates between lines of the log")
     validate_every: int = Field(default=0, ge=0, description="updates between validations; 0: once an epoch")
     save_every: int = Field(default=0, ge=0, description="updates between checkpoints; 0: with each validation")
-    keep_last: int = Field(default=5, ge=1, description="newest checkpoints to keep")
-    keep_best: bool = Field(default=True, description="keep the best checkpoint besides")
+    keep_last: int = Field(default=5, ge=1, description="number of newest checkpoints to keep")
+    keep_best: bool = Field(default=True, description="also keep the best checkpoint")
     patience: int = Field(
-        default=0, ge=0, description="stop after so many validations without a better score; 0: never"
+        default=0, ge=0, description="early stopping: validations without a better score that end training; 0: off"
     )
     max_skipped: int = Field(
-        default=20, ge=1, description="roll back after so many updates in a row without finite gradient"
+        default=20, ge=1, description="updates in a row without a finite gradient that cause a rollback"
     )
     max_rollbacks: int = Field(
-        default=2, ge=0, description="stop when so many rollbacks in a row do not get past the update that failed"
+        default=2, ge=0, description="rollbacks in a row that may fail to pass the same update; then the run stops"
     )
     spike_factor: float = Field(
-        default=0.0, ge=0.0, description="warn of a loss above so many times the median of 100 updates; 0: never"
+        default=0.0, ge=0.0, description="warn of a loss above this multiple of the median of 100 updates; 0: off"
     )
     probe: Probe = Field(
-        default="auto", description="try out the largest micro-batch before the first update; auto: only on a GPU"
+        default="auto",
+        description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
     )
 
 
@@ -58,8 +55,8 @@ class Validation:
     """Result of a validation.
 
     Attributes:
-        values: by tag, for the log.
-        score: by which the best checkpoint is chosen; greater is better.
+        values: values for the log, by tag.
+        score: score that chooses the best checkpoint; greater is better.
     """
 
     values: dict[str, float]
@@ -67,7 +64,7 @@ class Validation:
 
 
 class Validator(Protocol):
-    """Validates the model after the newest update. All ranks call it together and get the same result."""
+    """Validator of the model after the newest update. All ranks call it together and get the same result."""
 
     def __call__(self, update: int) -> Validation:
         """Validate after ``update``."""
@@ -76,20 +73,22 @@ class Validator(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """One stretch of training, from a checkpoint or the start until the end, a stop, or a rollback.
+    """Objects that the training loop needs, from a start or a resume to the end, a stop, or a rollback.
 
     Attributes:
-        config, optimizer, schedule: settings.
-        engine: carries out updates.
-        loader: this rank's micro-batches.
-        validator: computes validation loss and BLEU.
-        monitor: measures whether the decoder still depends on its source.
-        store: the run's checkpoints.
-        metrics: the run's log.
+        config: settings of training.
+        optimizer: settings of the optimizer.
+        schedule: settings of the learning-rate schedule.
+        engine: the engine, which makes updates.
+        loader: loader of this rank's micro-batches.
+        validator: validation by loss and BLEU.
+        monitor: measurement of source reliance.
+        store: checkpoints of the run.
+        metrics: log of the run.
         world: the ranks.
-        stop: tells that somebody wants the run to stop.
-        watchdog: is told what this rank is doing.
-        workload: cost of training, for perf/mfu; None where it is unknown.
+        stop: request to stop, by a user or a scheduler.
+        watchdog: monitor of the ranks, which records the work of this rank.
+        workload: cost of training, for perf/mfu; None if it is unknown.
     """
 
     config: TrainingConfig

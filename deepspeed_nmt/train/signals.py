@@ -16,7 +16,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ONE_REQUEST_S = 2.0
 """Signals within this time count as one request: a launcher forwards Ctrl-C as SIGTERM at once."""
 
-
 STOP_FILE = "DEEPSPEED_NMT_STOP"
 """Environment variable with the path of a file whose existence requests a stop.
 
@@ -79,8 +78,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.agreed:
-            # The same request may arrive again, by another way, while the process ends. Python's handlers are gone
-            # then, and the signal's default action would kill the process.
+            # The same request may arrive again while the process ends. Python's handlers are gone then, and the
+            # signal's default action would kill the process.
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             return
         for number, handler in self._previous.items():
@@ -93,4 +92,4 @@ class StopRequest:
         if not self.signal_name:
             self.signal_name, self._since = signal.Signals(number).name, now
             if number == signal.SIGINT:  # A user is watching. A logger may hold its lock at this moment.
-                os.write(2, b"finishing this update, then saving; once more, and it stops at once\n")
+                os.write(2, b"finishing this update, then saving; interrupt again to stop at once\n")

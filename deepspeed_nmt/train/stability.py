@@ -47,7 +47,7 @@ _WITH_A_DISK = "Make the run directory writable, and start again"
 
 
 def worth_explaining(skipped: int, loss_scale: float) -> bool:
-    """Return True if the next update should look for culprits should it be skipped.
+    """Return True if the next update, if it is skipped, should name the layers without a finite gradient.
 
     Args:
         skipped: number of consecutive skipped updates before it.

@@ -55,13 +55,13 @@ class CheckpointStore:
         return self.directory / name if name and (self.directory / name).is_dir() else None
 
     def newest(self, until: int | None = None) -> Checkpoint | None:
-        """Return the newest good checkpoint, skipping damaged ones with a warning; None if there are none at all.
+        """Return the newest good checkpoint, skipping damaged ones with a warning; None if the run has none.
 
         Args:
             until: upper bound on its update; None for any.
 
         Raises:
-            CheckpointError: if there are checkpoints and none is good.
+            CheckpointError: if all checkpoints are damaged.
         """
         broken = []
         for name in reversed(self.names()):
@@ -126,7 +126,7 @@ class CheckpointStore:
             return Checkpoint(best)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}; use {option} last, the newest that is good, or start `train` again, which goes on from it"
+                f"{error}; use {option} last, the newest that is good, or start `train` again, which resumes from it"
             ) from error
 
     def _empty(self) -> CheckpointError:
@@ -233,8 +233,11 @@ class CheckpointStore:
     def _prune(self, saved: str) -> None:
         """Remove old checkpoints.
 
-        Checkpoints later than the one just saved are damaged, and must not displace good ones. The newest one from
-        before a streak of skipped updates is kept, because the run may be rolled back to it.
+        Checkpoints later than the one just saved are damaged and do not count. The newest one from before a streak of
+        skipped updates is kept, because the run may be rolled back to it.
+
+        Args:
+            saved: name of the checkpoint just saved.
         """
         names = [name for name in self.names() if name <= saved]
         best = self.pointer("best") if self._keep_best else None

@@ -19,8 +19,9 @@ class Workload:
     """Cost of training, and the peak of a GPU.
 
     Attributes:
-        source_flops, target_flops: operations for each source and each target token, forward and backward.
-        peak_flops: operations a second of one GPU.
+        source_flops: operations for each source token, forward and backward.
+        target_flops: operations for each target token, forward and backward.
+        peak_flops: peak of one GPU, in operations a second.
     """
 
     source_flops: float
@@ -37,7 +38,7 @@ class Window:
     """Sums since the last line of the log; they stay on the device until the line is due.
 
     Args:
-        workload: cost of training; None where it is unknown.
+        workload: cost of training; None if it is unknown.
     """
 
     def __init__(self, workload: Workload | None) -> None:
@@ -59,9 +60,9 @@ class Window:
         else:
             add_sums(self.sums, result.sums)
             self.tokens += update.target_tokens
-            for name in result.sums:  # A regularizer may be part of some updates only.
+            for name in result.sums:  # some regularizers are computed in some updates only
                 self.tokens_of[name] = self.tokens_of.get(name, 0) + update.target_tokens
-        self.worked += update.target_tokens  # skipped updates are work, too
+        self.worked += update.target_tokens  # skipped updates cost time, too
         self.padded += update.padded_positions
         self.real += update.real_positions
         self.waited += waited

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed.utils.nvtx
+
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
@@ -22,6 +24,7 @@ STOPPED, RESUMED = 4, 8
 
 
 def main() -> None:
+    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on marks for a profiler
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     loader = loader_of(directory, world)

@@ -39,7 +39,7 @@ def bad_loss(data: Path, updates: set[int]) -> object:
         ids = set(batch.sentence_ids_B.tolist())
         if not model.training or not any(ids <= sentences for sentences in bad):
             return output
-        return LossOutput(output.loss * torch.nan, output.nll, output.terms)
+        return LossOutput(output.loss * torch.nan, output.nll, output.metrics)
 
     return call
 

@@ -91,7 +91,7 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     if recipe.startswith("abnet"):
         assert main([*words, "--exit", "top"]) == 0
         assert main([*words, "--run", str(run)]) == 2
-        assert "guesses masked tokens; give it alone" in capsys.readouterr().err
+        assert "predicts masked tokens; give it alone" in capsys.readouterr().err
         assert main([*words, "--nbest", "7"]) == 2
         assert "raise length_beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
@@ -198,7 +198,7 @@ def test_a_fine_tuned_run_is_the_same_network(
     capsys.readouterr()
     onto = ["--init-from", str(first)]
     assert main([*train("bert_parallel_frozen", prepared, tmp_path / "tuned", berts, *last), *onto]) == 0
-    assert "trained as another network" not in capsys.readouterr().err
+    assert "trained in a different network" not in capsys.readouterr().err
     lines = (data.parent / "text/train.de").read_text(encoding="utf-8").splitlines()
     deeper = make_bert(tmp_path / "deeper", lines, 1, 350, layers=4)
     shutil.copy(berts[1] / "vocab.txt", deeper)  # learning it again may give another order

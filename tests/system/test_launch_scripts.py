@@ -94,7 +94,7 @@ def test_ctrl_c_at_the_very_beginning_is_heard(after: str, data: Path, small: li
         assert process.wait(timeout=150) == EXIT_STOPPED, log.read_text()
     finally:
         end(process)
-    assert "start the same command again to go on" in log.read_text()
+    assert "start the same command again to resume" in log.read_text()
 
 
 @pytest.mark.parametrize("victim", ["deepspeed.launcher.launch", "--local_rank=1"])

@@ -1,4 +1,4 @@
-"""Toys are trained on the same small corpus as the runs of tests/system."""
+"""Fixtures of the toys: the small corpus of tests/system."""
 
 from tests.system.conftest import data
 

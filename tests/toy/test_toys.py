@@ -1,4 +1,4 @@
-"""A new method is one file and one line: toys pass every command, and nothing else of the program is changed."""
+"""A new method is one file and one line: toys pass every command without a change to the package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
-"""A toy decoder layer: its cross-attention sub-layer C is mixed in by a learned gate g,
+"""A toy decoder layer, with a learned gate on its cross-attention.
 
-x + tanh(g) (C(x) - x).
+With C the cross-attention sub-layer, including its residual connection, and g the gate, the sub-layer becomes
+
+    x + tanh(g) (C(x) - x).
+
+The file shows what a decoder layer needs: a configuration class, the layer, a build function, a case for `selftest`,
+and the registry entry.
+
+Legend: B sentences, T target length, D model width.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.parts import LayerConfig
 from deepspeed_nmt.nn.cache import LayerCache
@@ -18,24 +26,28 @@ from deepspeed_nmt.registry import Entry, SelfTest
 
 
 class GatedLayerConfig(LayerConfig):
-    """Settings of the gated layers."""
+    """Settings of gated layers."""
 
     name: Literal["gated"] = "gated"
-    gate: float = Field(default=1.0, description="g at the start")
+    gate: float = Field(default=1.0, description="initial value of g")
 
 
 class GatedLayer(DecoderLayer):
-    """A decoder layer with a gate on its cross-attention."""
+    """Decoder layer with a gate on its cross-attention.
+
+    Attributes:
+        gate: g. Shape: (1,)
+    """
 
     gate: nn.Parameter
 
+    @override
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """Shape: (B,T,D) -> (B,T,D)"""
         return x_BTD + torch.tanh(self.gate) * (super().cross(x_BTD, context, cache) - x_BTD)
 
 
 def build_gated_layer(config: GatedLayerConfig, number: int, parts: LayerParts) -> GatedLayer:
-    """Build layer ``number`` of a decoder."""
+    """Build layer ``number`` of a decoder, counted from 1."""
     layer = GatedLayer(
         self_attention=parts.attention(),
         self_residual=parts.residual(),

@@ -1,13 +1,14 @@
 """A toy model: bags of words.
 
-With E the embeddings, m the mean of the source's and c_t the mean of the target's up to position t,
+With m the mean of the source's embeddings, and c_t that of the target's up to position t, the decoder state is
 
-    state_t = tanh(W (m + c_t)).
+    h_t = tanh(W (m + c_t) + b).
 
-It shows what a model needs: a configuration class, the methods of :class:`TranslationModel`, a build function, a case
-for `selftest`, and the line by which it is registered.
+The file shows what a model needs: a configuration class, the methods of :class:`TranslationModel`, a build function,
+a case for `selftest`, and the registry entry.
 
-Legend: B sentences, S source length, T target length, D model width, R rows = B x beam.
+Legend: B sentences, S source length, T target length, D model width, R rows = B x W, W beam
+width, P positions so far.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
@@ -34,11 +36,16 @@ class ToyModelConfig(ModelConfig):
     """Settings of the toy model."""
 
     name: Literal["toy"] = "toy"
-    dim: int = Field(default=16, ge=2, description="D, width of the bags")
+    dim: int = Field(default=16, ge=2, description="D, model width")
 
 
 class ToyModel(TranslationModel):
-    """Bags of words. Built by :func:`build_toy_model`."""
+    """Bags of words. Built by :func:`build_toy_model`.
+
+    Args:
+        config: settings.
+        vocabulary: vocabulary of both sides.
+    """
 
     def __init__(self, config: ToyModelConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -48,18 +55,22 @@ class ToyModel(TranslationModel):
         self.vocab_size, self.pad = vocabulary.size, vocabulary.pad
 
     @property
+    @override
     def stages(self) -> tuple[int, int]:
         return 1, 1
 
     @property
+    @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         return [], []
 
+    @override
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
         real_BS1 = source_BS.ne(self.pad).unsqueeze(2)
         bag_BD = (self.embedding(source_BS) * real_BS1).sum(dim=1) / real_BS1.sum(dim=1)
         return Memory(bag_BD.unsqueeze(1), self.source_mask(source_BS, padded))
 
+    @override
     def decode(
         self,
         target_input_BT: Tensor,
@@ -71,12 +82,14 @@ class ToyModel(TranslationModel):
         count_T1 = torch.arange(1, embedded_BTD.shape[1] + 1, device=embedded_BTD.device).unsqueeze(1)
         return [torch.tanh(self.mix(memory.states_BSD + embedded_BTD.cumsum(dim=1) / count_T1))]
 
+    @override
     def begin(self) -> DecoderCache:
         return DecoderCache(1)
 
+    @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         new_R1D = self.embedding(tokens_R.unsqueeze(1), offset=cache.length)
-        new_R11D = new_R1D.unsqueeze(1)  # one head
+        new_R11D = new_R1D.unsqueeze(1)  # The cache stores heads; here there is one.
         seen, mask = cache.layers[0].append(KeysValues(new_R11D, new_R11D))
         sentences, positions = seen.keys.shape[0], seen.keys.shape[2]
         width = tokens_R.shape[0] // sentences
@@ -86,14 +99,15 @@ class ToyModel(TranslationModel):
         logits: Tensor = self.projection(states_BWD.flatten(0, 1))
         return logits
 
+    @override
     def at_exit(self, name: str) -> ToyModel:
         if name != TOP:
-            raise ConfigError(f"the toy model has no exits but the top, but one is asked for: '{name}'")
+            raise ConfigError(f"the exit must be {TOP}, but is '{name}'")
         return self
 
 
 def build_toy_model(config: ToyModelConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer) -> ToyModel:
-    """Build a freshly initialised toy model, which has no layers to make."""
+    """Build a freshly initialised toy model. It has no layers, so ``make_layer`` is not used."""
     return ToyModel(config, vocabulary)
 
 

@@ -1,4 +1,10 @@
-"""A toy search: each next token is the most probable one, and all translations have a fixed number of tokens."""
+"""A toy search: greedy decoding of a fixed number of tokens.
+
+The file shows what a search needs: a configuration class, the search, whose constructor is also the builder, and the
+registry entry.
+
+Legend: B sentences, S source length.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +25,32 @@ class FixedLengthConfig(SearchConfig):
     """Settings of the search."""
 
     name: Literal["fixed_length"] = "fixed_length"
-    length: int = Field(default=5, ge=1, description="tokens of every translation")
+    length: int = Field(default=5, ge=1, description="number of tokens of every translation")
 
 
 class FixedLength:
-    """Greedy search to a fixed length."""
+    """Greedy search of a fixed length.
+
+    Args:
+        config: settings.
+        model: model to decode with.
+        vocabulary: vocabulary of the target.
+    """
 
     def __init__(self, config: FixedLengthConfig, model: DecodableModel, vocabulary: Vocabulary) -> None:
         self.config, self.model, self.vocabulary = config, model, vocabulary
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences. Shape: (B,S)"""
+        """Translate a batch of sentences.
+
+        Args:
+            source_BS: source tokens.
+            padded: False if no position is padding.
+
+        Returns:
+            One hypothesis for each sentence.
+        """
         memory, cache = self.model.encode(source_BS, padded), self.model.begin()
         tokens_B = source_BS.new_full((source_BS.shape[0],), self.vocabulary.bos)
         found: list[Tensor] = []

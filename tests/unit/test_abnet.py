@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_masked_tokens_and_of_the_length(recipe: str) ->
     length = F.cross_entropy(model.lengths(memory), lengths) * data.target_tokens
     torch.testing.assert_close(found.loss, 2 * expected + 0.3 * length)
     torch.testing.assert_close(found.nll, 2 * nll)
-    torch.testing.assert_close(found.terms[LENGTH], length)
+    torch.testing.assert_close(found.metrics[LENGTH], length)
     found.loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name

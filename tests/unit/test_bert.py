@@ -291,7 +291,7 @@ def small(model: Any) -> Any:
             "bert predicts from left to right; use search.name=beam",
         ),
         (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
-        (["bert_scratch_transformer", "model.freeze=[encoder]"], "with pretrained=false they are random"),
+        (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze must be [] if pretrained is false"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
         (
             ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],

@@ -122,7 +122,7 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
     average = store.open("average")
     assert average.path == path and not average.resumable
     assert torch.equal(average.weight("a"), torch.full((2, 3), 3.0))
-    assert newest(store).progress.update == 6, "an average is not where training goes on"
+    assert newest(store).progress.update == 6, "an average is not where training continues"
 
 
 @pytest.mark.parametrize(

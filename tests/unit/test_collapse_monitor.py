@@ -82,7 +82,7 @@ def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
     assert judge(600, low, 2) == (3, "")
     assert judge(700, lost, 3) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
-    assert "(guessing costs 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
+    assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
 def test_it_can_stop(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_exits_that_do_not_exist_are_refused() -> None:
 
 def test_a_setting_of_another_name_says_which() -> None:
     assert problems("model.encoder_loops=2") == [
-        "model.encoder_loops is a setting of model.name=recurrent only; give that, too, or leave it out"
+        "model.encoder_loops is a setting of model.name=recurrent only; set that, too, or leave it out"
     ]
     assert "search.alpha is a setting of search.name=deep_shallow only" in problems("search.alpha=0.3")[0]
     assert load_config(settings=["model.name=recurrent", "model.encoder_loops=2"])
@@ -134,7 +134,7 @@ def test_a_setting_of_another_name_says_which() -> None:
 
 def test_deep_shallow_search_needs_a_model_that_grows() -> None:
     (sentence,) = problems("search.name=deep_shallow")
-    assert "needs a model with the exits deep and shallow, but model.name=transformer has none such" in sentence
+    assert "needs a model with the exits deep and shallow, but model.name=transformer does not have them" in sentence
     assert load_config(settings=["search.name=deep_shallow", "model.name=depth_growing"])
 
 

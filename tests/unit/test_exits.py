@@ -232,12 +232,12 @@ def test_multi_softmax_with_ddr_compares_every_exit_with_its_twin() -> None:
     for module in model.modules():
         if hasattr(module, "p"):
             module.p = 0.0
-    terms = [Consistency(ConsistencyConfig(weight=2.0), encode_twice=True)]
-    output = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    regularizers = [Consistency(ConsistencyConfig(weight=2.0), encode_twice=True)]
+    output = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), regularizers)(model, data)
     plain = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, data)
     torch.testing.assert_close(output.loss, plain.loss)
-    assert output.terms["divergence"].abs().item() < 1e-12
+    assert output.metrics["divergence"].abs().item() < 1e-12
     model.eval()
-    validated = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    validated = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), regularizers)(model, data)
     vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     torch.testing.assert_close(validated.loss, vanilla.loss, rtol=1e-7, atol=1e-7)

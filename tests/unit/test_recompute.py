@@ -40,8 +40,8 @@ def vanilla() -> tuple[TranslationModel, Objective]:
 def deep_decoder() -> tuple[TranslationModel, Objective]:
     drop = CrossAttentionDropConfig(drop_depth=3, drop_ratio=0.6)
     model = build_transformer(SHAPE, V, lambda number, parts: build_cross_attention_drop(drop, number, parts))
-    terms = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(), V)]
-    return model, Objective(LabelSmoothed(0.1, V.pad), terms)
+    regularizers = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(), V)]
+    return model, Objective(LabelSmoothed(0.1, V.pad), regularizers)
 
 
 def exits() -> tuple[TranslationModel, Objective]:

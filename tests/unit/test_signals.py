@@ -39,7 +39,7 @@ def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture
         assert stop and stop.signal_name == "SIGINT"
         stop.agree()
     send(signal.SIGUSR1)
-    assert capfd.readouterr().err == "finishing this update, then saving; once more, and it stops at once\n"
+    assert capfd.readouterr().err == "finishing this update, then saving; interrupt again to stop at once\n"
 
 
 def test_unasked_it_leaves_no_trace() -> None:

@@ -1,1 +1,1 @@
-"""What the models made of two BERTs share: configuration, layers, and loading of pretrained weights."""
+"""Settings, layers and pretrained weights of models that consist of two BERTs."""

@@ -1,4 +1,8 @@
-"""Settings of a model that is made of two BERTs (Devlin et al. 2019), as encoder and decoder."""
+"""Settings that models of two BERTs share.
+
+Devlin, Chang, Lee, Toutanova: "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding",
+2019.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,15 @@ from deepspeed_nmt.registry import Config
 
 
 class BertShape(Config):
-    """Shape of a BERT; the default is bert-base."""
+    """Shape of a BERT. The defaults are those of bert-base."""
 
     dim: int = Field(default=768, ge=2, description="width of the states (D)")
-    layers: int = Field(default=12, ge=1, description="layers")
+    layers: int = Field(default=12, ge=1, description="number of layers")
     heads: int = Field(default=12, ge=1, description="attention heads; must divide dim")
     ffn_dim: int = Field(default=3072, ge=1, description="inner width of the feed-forward networks")
-    positions: int = Field(default=512, ge=2, description="longest sentence, special tokens included")
+    positions: int = Field(default=512, ge=2, description="maximum length of a sentence, special tokens included")
     norm_eps: float = Field(default=1e-12, gt=0.0, description="epsilon of LayerNorm")
-    activation: Activation = Field(default="gelu", description="non-linearity")
+    activation: Activation = Field(default="gelu", description="activation of the feed-forward networks")
 
     @model_validator(mode="after")
     def _check(self) -> BertShape:
@@ -36,21 +40,21 @@ class BertShape(Config):
 
 
 class BertPair(ModelConfig):
-    """The two BERTs that a model is made of."""
+    """Settings of a model of two BERTs, one for each language."""
 
     source_encoder: str = Field(default="", description="BERT of the source language: a folder, or a name on the hub")
     target_encoder: str = Field(default="", description="BERT of the target language: a folder, or a name on the hub")
-    source: BertShape = Field(default=BertShape(), description="shape of the source's BERT, as its folder says")
-    target: BertShape = Field(default=BertShape(), description="shape of the target's BERT, as its folder says")
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout on embeddings and sub-layer outputs")
-    attention_dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout on attention weights")
+    source: BertShape = Field(default=BertShape(), description="shape of the source's BERT, read from its folder")
+    target: BertShape = Field(default=BertShape(), description="shape of the target's BERT, read from its folder")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of embeddings and sub-layer outputs")
+    attention_dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of attention weights")
 
     @model_validator(mode="after")
     def _one_width(self) -> BertPair:
         if self.source.dim != self.target.dim:
             raise ValueError(
                 "source.dim and target.dim must be equal, because layers of one attend to states of the other, but "
-                f"are {self.source.dim} and {self.target.dim}; use two BERTs of one width"
+                f"are {self.source.dim} and {self.target.dim}; use two BERTs of the same width"
             )
         return self
 
@@ -61,19 +65,19 @@ class BertPair(ModelConfig):
 
     @property
     def berts(self) -> dict[Side, str]:
-        """Names of the two BERTs, by side; "" where none is named."""
+        """Folder or name of the BERT of each side; "" if not set."""
         return {"source": self.source_encoder, "target": self.target_encoder}
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
-        """Refuse decoder layers of another making."""
+        """Refuse decoder layers other than BERT's."""
         if parts.layer.name != StandardLayerConfig().name:
             yield (
-                f"layer.name={parts.layer.name} makes layers of a Transformer, but model.name={self.name} has those "
-                f"of BERTs; use layer.name={StandardLayerConfig().name}"
+                f"layer.name={parts.layer.name} makes layers of a Transformer, but model.name={self.name} has the "
+                f"layers of BERTs; use layer.name={StandardLayerConfig().name}"
             )
 
     def own_vocabulary(self) -> Vocabulary | None:
-        """The vocabularies of the two BERTs, where both are named."""
+        """Return the vocabularies of the two BERTs; None unless both are set."""
         if not all(self.berts.values()):
             return None
         option = "model.source_encoder and model.target_encoder"
@@ -84,20 +88,20 @@ class BertPair(ModelConfig):
         return replace(vocabulary, own_source=Vocabulary.of_bert(source.size, source.special))
 
     def check_data(self, tokenizer: DataVocabulary) -> None:
-        """Refuse data whose tokens are not those of the BERTs: training would run, and learn badly."""
+        """Refuse data whose tokens are not those of the BERTs, from which training would learn badly."""
         for side, name in self.berts.items():
             if not name:
-                continue  # refused where weights are loaded
+                continue  # Loading the weights raises the error.
             bert = huggingface.load_vocabulary(name, f"model.{side}_encoder")
             if not tokenizer.matches_bert(bert.content, bert.special, side):
                 raise ConfigError(
                     f"model.{side}_encoder must have the vocabulary of the data's {side} side, but {name} has "
                     f"another; prepare the data with --tokenizer hf:{self.source_encoder},{self.target_encoder}, or "
-                    "name the BERTs it was prepared with"
+                    "set the BERTs that it was prepared with"
                 )
 
     def check_weights_of(self, other: ModelConfig, where: str) -> None:
-        """Refuse weights of BERTs of another shape; only their depth may differ."""
+        """Refuse weights of BERTs of another shape; the depth may differ."""
         if not isinstance(other, BertPair):
             refuse_differences(self.differences(other, self.shape_fields), "model", where)
             return
@@ -107,11 +111,17 @@ class BertPair(ModelConfig):
                 key = next(key for key in here if here[key] != there[key])
                 raise ConfigError(
                     f"the model must be that of {where}, but model.{side}.{key} is {there[key]} there and "
-                    f"{here[key]} here; name the BERTs that run was made of"
+                    f"{here[key]} here; set the BERTs of that run"
                 )
 
     def resolved(self, before: Config | None = None) -> BertPair:
-        """Return the settings with the shapes that the folders say, or those that a run began with."""
+        """Return the settings with the shapes of the BERTs' folders, or of the run that is resumed.
+
+        A run can thus be resumed without the folders.
+
+        Raises:
+            ConfigError: if a folder cannot be read, or a shape that is set differs from its folder's.
+        """
         if isinstance(before, BertPair):
             same = (before.source_encoder, before.target_encoder) == (self.source_encoder, self.target_encoder)
             if same and (self.source, self.target) in ((BertShape(), BertShape()), (before.source, before.target)):
@@ -123,7 +133,7 @@ class BertPair(ModelConfig):
             if given not in (BertShape(), BertShape(**shape)):
                 raise ConfigError(
                     f"model.{side} must be the shape of model.{side}_encoder, but {named[side]} has "
-                    f"{BertShape(**shape)}; leave model.{side} out"
+                    f"{BertShape(**shape)}; omit model.{side}"
                 )
         try:
             return type(self).model_validate({**self.model_dump(), **found})

@@ -1,4 +1,4 @@
-"""Loading of pretrained BERTs: each weight by its name in `transformers`' BertForMaskedLM.
+"""Weights of pretrained BERTs, by their names in `transformers`' BertForMaskedLM.
 
 Legend: D model width, V vocabulary, P positions.
 """
@@ -22,18 +22,21 @@ from deepspeed_nmt.nn.sublayer import Residual
 
 Weights = Mapping[str, Tensor]
 _PADDED_ROWS = 128
-"""Bound on the rows that an embedding matrix has beyond its vocabulary: some are padded to a round number."""
+"""Bound on the rows of an embedding matrix beyond the vocabulary. Some BERTs pad the matrix to a round number."""
 
 
 class Loader:
-    """Puts the weights of one BERT where they belong.
+    """Copies the weights of a BERT into modules. Layers are counted from 0.
 
     Args:
-        name: a folder, or a name on the hub.
-        side: source or target, for messages.
+        name: folder of the BERT, or its name on the Hugging Face hub.
+        side: side of the BERT, for messages.
+
+    Attributes:
+        has_head: True if the BERT was saved with its language-model head.
 
     Raises:
-        ConfigError: if the BERT cannot be had.
+        ConfigError: if the BERT is not set or cannot be read. Methods raise it if a weight does not fit.
     """
 
     def __init__(self, name: str, side: Literal["source", "target"]) -> None:
@@ -47,15 +50,19 @@ class Loader:
         self.has_head = any(key.startswith("cls.") for key in self._weights)
 
     def embedding(self, to: LearnedEmbedding) -> None:
-        """Raises ConfigError if the vocabulary is another one."""
+        """Load the embeddings, of which only token type 0 is used.
+
+        Raises:
+            ConfigError: if the size of the vocabulary differs.
+        """
         prefix = "bert.embeddings"
         words_VD = self._weights[f"{prefix}.word_embeddings.weight"]
         size = to.weight.shape[0]
         if not size <= words_VD.shape[0] < size + _PADDED_ROWS:
             raise ConfigError(
                 f"{self._option} must have the vocabulary of the data, {to.weight.shape[0]:,} tokens, but "
-                f"{self._name} has {words_VD.shape[0]:,}; prepare the data with --tokenizer hf:SOURCE,TARGET of "
-                "these very BERTs"
+                f"{self._name} has {words_VD.shape[0]:,}; prepare the data with --tokenizer hf:SOURCE,TARGET, the "
+                "names of these BERTs"
             )
         self._put(to.weight, words_VD[:size])
         self._put(to.position_PD, self._weights[f"{prefix}.position_embeddings.weight"])
@@ -63,7 +70,7 @@ class Loader:
         self._norm(to.norm, f"{prefix}.LayerNorm")
 
     def attention(self, to: MultiHeadAttention, around: Residual | None, layer: int) -> None:
-        """The attention of layer ``layer``, from 0, and the connection around it."""
+        """Load the self-attention of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}.attention"
         for ours, theirs in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
             self._linear(getattr(to, ours), f"{prefix}.self.{theirs}")
@@ -72,7 +79,7 @@ class Loader:
             self._norm(around.norm, f"{prefix}.output.LayerNorm")
 
     def feed_forward(self, to: FeedForward, around: Residual | None, layer: int) -> None:
-        """The feed-forward network of layer ``layer``, from 0, and the connection around it."""
+        """Load the feed-forward network of layer ``layer``, and the LayerNorm of the connection around it."""
         prefix = f"bert.encoder.layer.{layer}"
         self._linear(to.up_proj, f"{prefix}.intermediate.dense")
         self._linear(to.down_proj, f"{prefix}.output.dense")
@@ -80,17 +87,17 @@ class Loader:
             self._norm(around.norm, f"{prefix}.output.LayerNorm")
 
     def layer(self, to: EncoderLayer, layer: int) -> None:
-        """A whole layer."""
+        """Load layer ``layer``."""
         self.attention(to.self_attention, to.self_residual, layer)
         self.feed_forward(to.feed_forward, to.feed_forward_residual, layer)
 
     def head(self, transform: PredictionTransform, projection: Projection) -> None:
-        """The language-model head, where the BERT was saved with one; the output matrix in any case."""
+        """Load the output matrix, and the rest of the language-model head if the BERT was saved with one."""
         size = projection.weight.shape[0]
         self._put(projection.weight, self._weights["bert.embeddings.word_embeddings.weight"][:size])
         if not self.has_head:
             logger.warning(
-                "%s was saved without its language-model head; that of the new model starts fresh", self._name
+                "%s was saved without its language-model head; the head of the new model is random", self._name
             )
             return
         assert projection.bias is not None
@@ -110,8 +117,8 @@ class Loader:
     def _put(self, to: Tensor, weight: Tensor) -> None:
         if to.shape != weight.shape:
             raise ConfigError(
-                f"{self._option} must have the shape that model.source and model.target say, but a weight of "
-                f"{self._name} is {tuple(weight.shape)} instead of {tuple(to.shape)}; leave those settings out"
+                f"{self._option} must have the shape set by model.source and model.target, but a weight of "
+                f"{self._name} is {tuple(weight.shape)} instead of {tuple(to.shape)}; omit those settings"
             )
         with torch.no_grad():
             to.copy_(weight)
