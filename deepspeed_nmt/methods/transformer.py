@@ -55,7 +55,7 @@ class TransformerShape(ModelConfig):
     decoder_layers: int = Field(default=6, ge=1, description="layers of the decoder (M)")
     norm: NormStyle = Field(
         default="pre",
-        description="LayerNorm before (pre) or after the residual add; deepnorm: after, with a weighted residual branch",
+        description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",
     )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
