@@ -113,10 +113,13 @@ class Author:
     def clause(
         self, verbs: list[Verb], tenses: list[Tense], subject: NounPhrase | None = None, time: float = 0.5
     ) -> Clause:
-        """Return a clause with a time of this probability, perhaps negated and with a place.
+        """Return a random clause, which may be negated and have a place and a time.
 
         Args:
-            subject: a given one, or None to choose one that suits the verb.
+            verbs: verbs to choose from.
+            tenses: tenses to choose from.
+            subject: the subject; None to choose one that suits the verb.
+            time: probability of a time.
         """
         verb, tense = self.pick(verbs), self.pick(tenses)
         subject = subject or self.subject(verb.subjects)

@@ -128,7 +128,11 @@ def clause(subject: NounPhrase, verb: Verb, tense: Tense, parts: list[Part], neg
     """Return the clause of a subject, a verb and its other parts in English order.
 
     Args:
-        negative: True for "not"; a German negation is one of the parts.
+        subject: the subject.
+        verb: the verb.
+        tense: tense or modal of the verb.
+        parts: other parts; a German negation is one of them.
+        negative: True for "not" in English.
     """
     person, simple = subject.person, tense in (Tense.PRESENT, Tense.PAST)
     auxiliary, negation = tense.value[0].split()[person], "not" if negative else ""

@@ -1,0 +1,301 @@
+"""Compare two commits to the bit: for developers, before and after a refactor that must not change any result.
+
+    git worktree add ../old COMMIT
+    python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
+
+Both checkouts are driven through their command lines. The old commit makes the text and the data directories. Then
+each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
+of plain torch. The rows of the report compare
+
+    files         of data directories that both commits prepare from the same text; of meta.json all but the version
+    weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
+    log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
+    translations  of fifty lines by the run's own search, two hypotheses a line, with their scores
+    resumed       weights, moments and log of the old commit's run, resumed by the new commit after update 15
+    old run       translations of the old commit's run by the new commit
+
+The run to resume is the old commit's without its last checkpoint. The exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import runpy
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.numpy import load_file
+from tqdm import tqdm
+
+DATA = {"data": ["--vocab-size=400"], "bert-data": ["--tokenizer=hf:./berts/en,./berts/de", "--max-length=126"]}
+LAYOUTS = {"zero2": ["engine.name=deepspeed", "engine.ds_config=zero2"], "plain": ["engine.name=plain"]}
+COMMON = [
+    *("batch.update_tokens=300", "batch.micro_tokens=200", "schedule.warmup_updates=10", "optimizer.lr=3e-3"),
+    *("training.max_updates=30", "training.validate_every=15", "training.log_every=1", "training.keep_last=9"),
+    *("validation.max_sentences=7", "collapse.every=10", "collapse.sentences=16", "engine.device=cpu"),
+]
+BEAM = ["search.beam=2", "search.max_length_ratio=1.2", "search.max_length_extra=2"]
+TINY = [
+    *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=3", "model.decoder_layers=3"),
+    *("model.attention_dropout=0.1", "model.activation_dropout=0.1", *BEAM),
+]
+TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
+BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
+BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
+ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=2"]
+TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
+PRELOADED = ["__main__", "torch.utils.tensorboard", "deepspeed.runtime.zero.muon.original_muon"]
+PROCESSES = multiprocessing.get_context("forkserver")  # importing these each time would take longer than all else
+LOCK = threading.Lock()  # multiprocessing is not made for several threads
+
+
+class Stage(NamedTuple):
+    """One run of a family: a recipe, settings on top of it, a key of ``DATA``, and options of its translations."""
+
+    recipe: str
+    settings: list[str]
+    data: str = "data"
+    searches: tuple[list[str], ...] = ([],)
+
+
+FAMILIES = {  # the longest come first; a second stage grows on top of the old commit's first
+    "depth_growing": [Stage("depth_growing_base_6", TINY), Stage("depth_growing_base_8", TOP, searches=BOTH_NETS)],
+    "deep_decoder": [Stage("deep_decoder_base_30", [*TINY, "layer.drop_depth=1"])],
+    "abnet": [Stage("abnet_parallel", [*BERTS, *ADAPTERS], "bert-data")],
+    "bert_parallel": [Stage("bert_parallel", [*BERTS, *BEAM], "bert-data")],
+    "multi_softmax_all": [Stage("multi_softmax_base", TINY)],
+    "multi_softmax_2x2": [Stage("multi_softmax_base_2x2", TINY)],
+    "closed_chain": [Stage("closed_chain_base_8_4", [*TINY, "model.encoder_loops=3", "objective.r_drop.weight=1"])],
+    "recurrent": [Stage("recurrent_base_8_4", [*TINY, "model.encoder_loops=2", "engine.recompute_encoder=1"])],
+    "vanilla": [Stage("transformer_base", TINY)],
+}
+
+
+def be_command(checkout: Path, work: Path, log: Path, launcher: dict[str, str], words: list[str]) -> None:
+    """Become ``python -m deepspeed_nmt *words`` of a checkout, started in a directory by a launcher, with a log."""
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(work)
+    os.environ.update(launcher, TORCH_EXTENSIONS_DIR=f"{log}.extensions")
+    sys.path.insert(0, str(checkout))
+    sys.argv[1:] = words
+    runpy.run_path(str(checkout / "deepspeed_nmt" / "__main__.py"), run_name="__main__")
+
+
+class Commits(NamedTuple):
+    """Runs commands of two checkouts in a scratch directory; results go to its ``old`` and ``new``."""
+
+    old: Path
+    new: Path
+    work: Path
+    ranks: int
+    advance: Callable[[], object]
+
+    def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
+        """Make a file or directory by a command, with ``{out}`` for its path. What ``old`` has made is used again."""
+        out = f"{commit}/{name}"
+        result, record = self.work / out, self.work / f"{out}.made-by"
+        command = [word.format(out=out) for word in words]
+        made_by = json.dumps([str(getattr(self, commit)), ranks, *command])
+        if commit == "new" or not record.is_file() or record.read_text() != made_by:
+            record.unlink(missing_ok=True)
+            shutil.rmtree(result, ignore_errors=True)
+            if resumes is not None:  # from a copy, as if that run had been killed before its last checkpoint
+                shutil.copytree(resumes, result)
+                shutil.rmtree(newest(result))
+                (result / "checkpoints" / "latest").write_text(f"{newest(result).name}\n")
+                (result / "checkpoints" / "best").write_text(f"{newest(result).name}\n")
+            self._run(commit, out.replace("/", "-"), command, ranks)
+            record.write_text(made_by)
+        self.advance()
+        return result
+
+    def _run(self, commit: str, label: str, words: list[str], ranks: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        logs, processes = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)], []
+        for rank, log in enumerate(logs):
+            launcher = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            arguments = (getattr(self, commit), self.work, log, launcher, words)
+            processes.append(PROCESSES.Process(target=be_command, args=arguments))
+            with LOCK:
+                processes[-1].start()
+        statuses: list[int | None] = [None]
+        deadline = time.monotonic() + 900.0  # for a command that hangs
+        while None in statuses and time.monotonic() < deadline:
+            time.sleep(0.05)
+            with LOCK:
+                statuses = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        for log, status in zip(logs, statuses, strict=True):
+            if status != 0:
+                raise ChildProcessError(f"{log}: exit status {status}\n{log.read_text()[-1500:]}")
+
+
+def compare_data(commits: Commits, names: set[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Compare the files that both commits prepare from the old commit's text."""
+    text = commits.make("old", "text", ["sample-data", "--out", "{out}", "--train=300", "--valid=40", "--test=50"])
+    files = []
+    for side, language in (("source", "en"), ("target", "de")):
+        files += [f"--{split}-{side}=old/text/{split}.{language}" for split in ("train", "valid", "test")]
+        if "bert-data" in names and not (folder := commits.work / "berts" / language).is_dir():
+            make_bert(folder, text / f"train.{language}")
+    for name in sorted(names):
+        words = ["prepare", "--out", "{out}", *files, *DATA[name]]
+        old, new = (hash_files(commits.make(commit, name, words)) for commit in ("old", "new"))
+        yield name, {"files": first_difference(old, new)}
+
+
+def compare_family(commits: Commits, family: str, layout: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Compare the runs of a family: trained, resumed, translated."""
+    origin: list[str] = []
+    for number, stage in enumerate(FAMILIES[family], start=1):
+        name, ranks = f"{family}-{number}-{layout}", commits.ranks if layout == "zero2" else 1
+        words = ["train", "--recipe", stage.recipe, "--data", f"old/{stage.data}", "--run", "{out}", *origin]
+        words += [*COMMON, *stage.settings, *LAYOUTS[layout]]
+        run = commits.make("old", name, words, ranks)
+        old, new = measure(run), measure(commits.make("new", name, words, ranks))
+        resumed = measure(commits.make("new", f"{name}-resumed", words, ranks, resumes=run))
+        right = translate(commits, "old", f"old/{name}", stage.searches)
+        checks = {check: first_difference(old[check], new[check]) for check in ("weights", "moments", "log")}
+        checks["translations"] = first_difference(right, translate(commits, "new", f"new/{name}", stage.searches))
+        checks["resumed"] = next(filter(None, (first_difference(old[check], resumed[check]) for check in old)), "")
+        checks["old run"] = first_difference(right, translate(commits, "new", f"old/{name}", stage.searches))
+        yield f"{stage.recipe}, {layout}", checks
+        origin = ["--grow-from", f"old/{name}", "--from-checkpoint", "last"]
+
+
+def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str], ...]) -> dict[str, str]:
+    """Translate the test text with a run; returns hypotheses by search and line."""
+    words = ["translate", "--run", run, "--checkpoint", "last", "--device", "cpu", "--nbest", "2"]
+    words += ["--input", "old/text/test.en", "--output", "{out}"]
+    found: dict[str, str] = {}
+    for number, options in enumerate(searches):
+        file = commits.make(commit, f"{run.replace('/', '-')}-{number}.txt", [*words, *options])
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found |= {" ".join([*options, f"line {index}"]): line for index, line in enumerate(lines, start=1)}
+    return found
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run."""
+    return max((run / "checkpoints").glob("update-*"))
+
+
+def measure(run: Path) -> dict[str, dict[str, str]]:
+    """Hash a run's last weights and moments, and read its log. If it was trained anew, its ``start`` differs."""
+    entries = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": {"timings": entries[0]}}
+    for file in newest(run).glob("*-*.safetensors"):
+        for name, array in load_file(file).items():
+            found[file.name[:7]][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
+    for entry in map(json.loads, entries):
+        for tag in (tag for tag in entry if tag not in {"update", *TIMINGS}):
+            key = f"{tag} at update {entry['update']}"
+            found["log"][key] = f"{found['log'].get(key, '')} {entry[tag]!r}".lstrip()
+    return found
+
+
+def hash_files(directory: Path) -> dict[str, str]:
+    """Hash the files of a data directory; of meta.json, return all values but the version."""
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    del found["meta.json"], meta["version"]
+    return found | {f"meta.json: {key}": json.dumps(value) for key, value in meta.items()}
+
+
+def first_difference(old: dict[str, str], new: dict[str, str]) -> str:
+    """Name the first value that differs; empty if all are equal."""
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    if not names:
+        return "" if old else "there is nothing to compare"
+    was, became = (values.get(names[0], "missing")[:50] for values in (old, new))
+    return f"{names[0]} was {was}, is {became}; {len(names)} of {len(old | new)} differ"
+
+
+def make_bert(folder: Path, text: Path) -> None:
+    """Save a tiny random BERT with a WordPiece tokenizer of a text."""
+    import tokenizers
+    import transformers
+
+    transformers.set_seed(1)
+    tokenizer = tokenizers.BertWordPieceTokenizer()
+    tokenizer.train(str(text), vocab_size=300, show_progress=False)
+    folder.mkdir(parents=True)
+    tokenizer.save_model(str(folder))
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 128}
+    transformers.utils.logging.disable_progress_bar()
+    transformers.BertForMaskedLM(transformers.BertConfig(**shape, initializer_range=0.2)).save_pretrained(folder)
+
+
+def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
+    """Print rows as they come, with differences below them; returns True if there are none."""
+    equal = True
+    try:
+        for name, checks in rows:
+            verdicts = (f"{check} {'DIFFERS' if difference else 'equal'}" for check, difference in checks.items())
+            below = [f"    {check}: {difference}" for check, difference in checks.items() if difference]
+            tqdm.write("\n".join([f"{name:<29} {', '.join(verdicts)}", *below]))
+            equal = equal and not below
+    except ChildProcessError as error:
+        tqdm.write(f"{label:<29} FAILED: {error}")
+        equal = False
+    return equal
+
+
+def main() -> int:
+    """Compare, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="checkout of the commit that is right")
+    parser.add_argument("new", type=Path, help="checkout of the commit to compare with it")
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
+    parser.add_argument("--ranks", type=int, default=2, help="processes under ZeRO-2 (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="commands to run side by side (%(default)s)")
+    parser.add_argument("--work", type=Path, help="scratch directory to keep, in which results of OLD are used again")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary directory, too")
+    arguments = parser.parse_args()
+    work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
+    for name in ("old", "new", "logs"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    PROCESSES.set_forkserver_preload(PRELOADED)
+    del sys.path[0]  # or transformers would import kernels.py beside this file as the package of that name
+    cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
+    data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
+    runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
+    with ThreadPoolExecutor(arguments.jobs) as pool, tqdm(total=1 + 2 * len(data) + runs, unit="command") as bar:
+        try:
+            commits = Commits(arguments.old.resolve(), arguments.new.resolve(), work, arguments.ranks, bar.update)
+            equal = [report("data", compare_data(commits, data))]
+            reports = [pool.submit(report, cell[0], compare_family(commits, *cell)) for cell in cells]
+            equal += [each.result() for each in reports]
+        finally:
+            pool.shutdown(cancel_futures=True)
+    tqdm.write(
+        f"{'all equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s"
+    )
+    if all(equal) and arguments.work is None and not arguments.keep:
+        shutil.rmtree(work, ignore_errors=True)
+    else:
+        tqdm.write(f"results and logs are in {work}")
+    return 0 if all(equal) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

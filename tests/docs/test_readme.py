@@ -1,0 +1,168 @@
+"""The README and the pages of docs/ agree with the program: commands, recipes, links, files, tags and figures."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.recipes import recipes, sweeps
+from tests.docs.pages import PAGES, anchors, blocks, prose, read
+from tests.support import ROOT
+
+README = ROOT / "README.md"
+SCRIPTS = {"train.sbatch": "train", "prepare.sbatch": "prepare", "translate.sbatch": "translate"}
+STARTERS = ("launch/local.sh", "launch/multinode.sh")
+SETTING = re.compile(r"[\w.]+=")
+
+
+def statements(block: str) -> Iterator[list[str]]:
+    """The commands of a block of bash, those in $(...) first."""
+    for line in block.replace("\\\n", " ").splitlines():
+        inner = re.findall(r"\$\((.+?)\)", line)
+        for text in [*inner, re.sub(r"\$\(.+?\)", "", line)]:
+            words = shlex.split(text, comments=True)
+            if words:
+                yield words
+
+
+def program_arguments(words: list[str]) -> list[str] | None:
+    """The arguments of `deepspeed-nmt` that a command line leads to; None if it is another program's."""
+    if words[0] == "deepspeed-nmt":
+        return words[1:]
+    for before, word in itertools.pairwise(words):  # python -m, srun, deepspeed --module, torchrun -m --
+        if word == "deepspeed_nmt" and before in ("-m", "--module", "--"):
+            return words[words.index(word) + 1 :]
+    if words[0].removeprefix("./") in STARTERS:
+        return ["train", *words[words.index("--") + 1 :]]
+    for script, command in SCRIPTS.items():
+        if f"launch/{script}" in words:
+            return [command, *words[words.index(f"launch/{script}") + 1 :]]
+    return None
+
+
+COMMANDS = [
+    pytest.param(arguments, id=f"{page.stem}: {' '.join(arguments)[:60]}")
+    for page in PAGES
+    for block in blocks(page.read_text(encoding="utf-8"), "bash")
+    for words in statements(block)
+    if (arguments := program_arguments(words)) is not None
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_command_is_understood(arguments: list[str]) -> None:
+    """Parse a command line of the pages, and build the configuration that it asks for; nothing runs."""
+    name, *rest = arguments
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
+    parsed, more = parser.parse_known_args(rest)
+    settings = [*getattr(parsed, "settings", []), *more]
+    assert all(SETTING.match(word) for word in settings), settings
+    if getattr(parsed, "sweep", None) is not None:
+        assert parsed.sweep in sweeps()
+    if getattr(parsed, "recipe", None) not in (None, "R"):
+        load_config(parsed.recipe, settings=settings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_imports_what_there_is(page: Path) -> None:
+    """Blocks of Python compile, and the names that they import from the package exist."""
+    for block in blocks(page.read_text(encoding="utf-8"), "python"):
+        if block.startswith("--8<--"):
+            continue
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed_nmt"):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_the_pages_have_commands() -> None:
+    assert len(COMMANDS) > 40
+    assert {command.values[0][0] for command in COMMANDS} >= {"prepare", "train", "translate", "score", "plan"}
+
+
+def test_scripts_of_the_pages_exist() -> None:
+    for page in PAGES:
+        for script in re.findall(r"\blaunch/[\w/]+\.(?:sh|sbatch)\b", page.read_text(encoding="utf-8")):
+            assert (ROOT / script).is_file(), f"{page.name}: {script}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name) if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(read(target)), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Paths in code spans are of the repository, or of the package."""
+    for name in re.findall(
+        r"`([\w.-]+/[\w./-]+\.(?:py|sh|sbatch|md|txt|yaml|json|toml))`", prose(page.read_text("utf-8"))
+    ):
+        if not name.isupper() and name.split("/")[0] not in ("RUN", "DATA", "tensorboard"):
+            assert (ROOT / name).exists() or (ROOT / "deepspeed_nmt" / name).exists(), f"{page.name}: {name}"
+
+
+def test_figures_of_the_readme_are_measured() -> None:
+    text = README.read_text(encoding="utf-8")
+    section = text.split("\n## Measured\n")[1].split("\n## ")[0]
+    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    shown = re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)", "]", table))
+    assert len(shown) > 10
+    measured = set(re.findall(r"\d[\d,.]*\d", (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")))
+    assert [figure for figure in shown if figure not in measured] == []
+
+
+def test_every_recipe_and_sweep_is_documented() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in [*recipes(), *sweeps()] if f"`{name}`" not in text] == []
+
+
+def test_every_tag_is_documented() -> None:
+    """Tags are string literals of the program; what varies ends in a name of its own."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `([a-z]+/[\w/]+)`", page, flags=re.M))
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "deepspeed_nmt").rglob("*.py"))
+    used = set(re.findall(r'"((?:train|valid|perf|collapse)/[a-z_]+)"', sources))
+    assert len(used) > 15
+    assert used - documented == set()
+    varying = {"train/divergence", "train/ald", "train/length", "collapse/cross_share/layer_NN"}
+    assert documented - used - varying - {"train/loss", "train/nll", "train/ppl"} == set()
+
+
+def test_diagrams_of_the_readme_are_those_of_the_architecture() -> None:
+    shown = blocks(README.read_text(encoding="utf-8"), "mermaid")
+    assert shown == blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")
+
+
+def test_the_citation_has_the_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert len(citation["references"]) == 5
+    readme = README.read_text(encoding="utf-8")
+    for reference in citation["references"]:
+        assert reference["title"] in readme
+        assert reference["authors"]
+
+
+def test_hooks_download_nothing() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [each["repo"] for each in hooks["repos"]] == ["local"]
+    assert {hook["language"] for each in hooks["repos"] for hook in each["hooks"]} == {"system"}
