@@ -28,7 +28,7 @@ PRONOUNS = [
     NounPhrase(subject, other, tuple(german), Person[person], field=Field.PRONOUN)
     for subject, other, *german, person in lexicon.PRONOUNS
 ]
-NAMES = [NounPhrase(name, name, (name, name, name)) for name in lexicon.NAMES]
+NAMES = [NounPhrase(name, name, (name, name, name)) for (name,) in lexicon.NAMES]
 # Determiners by the noun that follows; frequent ones are repeated.
 POSSESSIVES = [Determiner(english, german, "ein") for english, german in lexicon.POSSESSIVES]
 SINGULAR = [THE, Determiner("a", "ein", "ein")] * 8 + [*POSSESSIVES, Determiner("this", "dies", "der")]
@@ -78,8 +78,8 @@ class Author:
         """Return a noun phrase, for a person perhaps a pronoun or a name; if ``negative``, with "the" or "kein"."""
         if kind == "person" and not negative and self.random() < pronouns + 0.2:
             return self.pick(PRONOUNS if pronouns and self.random() < 0.7 else NAMES)
-        noun, adjective = self.pick(NOUNS[kind]), self.pick(ADJECTIVES[kind]) if self.random() < 0.3 else ("", "")
-        if self.random() < 0.2:
+        noun, adjective = self.pick(NOUNS[kind]), self.pick(ADJECTIVES[kind]) if self.random() < 0.4 else ("", "")
+        if self.random() < 0.3:
             noun = grammar.compound(self.pick(lexicon.COMPOUNDS), noun)
         countable = noun.english_plural != ""
         plural = countable and self.random() < 0.3

@@ -192,9 +192,11 @@ TIMES = {tense: entries(f"{_WEEKDAYS}, {table}") for tense, table in _TIMES.item
 # English subject and object; German nominative, accusative and dative; person.
 PRONOUNS = entries("""I me ich mich mir I, you you du dich dir YOU, he him er ihn ihm SHE, she her sie sie ihr SHE,
     we us wir uns uns WE, they them sie sie ihnen THEY""")
-NAMES = ("Anna", "Maria", "Julia", "Laura", "Emma", "Peter", "Paul", "Martin", "David", "Felix")
+NAMES = entries("""Anna, Maria, Julia, Laura, Emma, Sophie, Clara, Helena, Irene, Nora, Peter, Paul, Martin, David,
+    Felix, Simon, Robert, Oscar, Daniel, Victor""")
 POSSESSIVES = entries("my mein, your dein, his sein, her ihr, our unser, their ihr")
 NUMBERS = entries("two zwei, three drei, four vier, five fünf, six sechs, seven sieben, eight acht, nine neun")
-COMPOUNDS = entries("""winter Winter, summer Sommer, night Nacht, mountain Berg, island Insel, Sunday Sonntags,
-    dream Traum, Christmas Weihnachts, family Familien, harbor Hafen, market Markt, toy Spielzeug""")
+COMPOUNDS = entries("""winter Winter, summer Sommer, spring Frühlings, night Nacht, Sunday Sonntags, island Insel,
+    Christmas Weihnachts, mountain Berg, harbor Hafen, market Markt, farm Bauernhof, desert Wüsten, luxury Luxus,
+    monastery Kloster, family Familien, dream Traum, toy Spielzeug, festival Fest, travel Reise, theater Theater""")
 DEGREES = entries("very sehr, too zu, really wirklich, not nicht")
