@@ -287,9 +287,7 @@ def main() -> int:
             equal += [each.result() for each in reports]
         finally:
             pool.shutdown(cancel_futures=True)
-    tqdm.write(
-        f"{'all equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s"
-    )
+    tqdm.write(f"{'equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s")
     if all(equal) and arguments.work is None and not arguments.keep:
         shutil.rmtree(work, ignore_errors=True)
     else:
