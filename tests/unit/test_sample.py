@@ -173,7 +173,10 @@ def test_verbs_and_adjectives_suit_kinds_of_nouns_that_exist() -> None:
 def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     text = "".join(f"{english}\t{german}\n" for english, german in islice(sentence_pairs(1), 1000))
     # Changes with every change of the grammar or the words, and then only.
-    assert hashlib.sha256(text.encode("utf-8")).hexdigest() == "73f40f94587403f011c722aeb7c213c3afd6c61ac321425063043e471a13ecaf"
+    assert (
+        hashlib.sha256(text.encode("utf-8")).hexdigest()
+        == "73f40f94587403f011c722aeb7c213c3afd6c61ac321425063043e471a13ecaf"
+    )
     assert len({next(sentence_pairs(seed)) for seed in (-1, 0, 1, 2)}) == 4
 
 
