@@ -153,7 +153,7 @@ def test_clause(found: Clause, english: tuple[str, ...], german: tuple[str, ...]
 @pytest.mark.parametrize(
     ("verb", "english", "german"),
     [
-        ("zeichnen", "draw the coat", "den Mantel zu zeichnen"),
+        ("sehen", "see the coat", "den Mantel zu sehen"),
         ("wegwerfen", "throw away the coat", "den Mantel wegzuwerfen"),
     ],
 )
@@ -175,7 +175,7 @@ def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     # Changes with every change of the grammar or the words, and then only.
     assert (
         hashlib.sha256(text.encode("utf-8")).hexdigest()
-        == "73f40f94587403f011c722aeb7c213c3afd6c61ac321425063043e471a13ecaf"
+        == "e0cec916cf54aab3663e7f288750ab2888263518ff5c42d4b89bdd7b307faa2b"
     )
     assert len({next(sentence_pairs(seed)) for seed in (-1, 0, 1, 2)}) == 4
 
@@ -210,23 +210,11 @@ def test_corpus_shows_what_makes_translation_hard() -> None:
         assert max(lengths) < 50
     german = "\n".join(text for _, text in pairs)
     for fragment in (
-        *(
-            ", weil ",
-            ", dass ",
-            ", ob ",
-            ", der ",
-            ", die ",
-            " zu ",
-            "zuzu",
-            " nicht ",
-            " kein",
-            " im ",
-            " ins ",
-            " vom ",
-        ),
-        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", ":30 Uhr", "\nWeil ", "\nUm ", "\nWarum "),
+        *(", weil ", ", dass ", ", ob ", ", der ", ", die ", " zu ", " nicht ", " kein", " im ", " ins ", " vom "),
+        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", " Uhr", "\nWeil ", "\nUm ", "\nWarum "),
+        *("(ein|auf|weg|mit|an)zu[a-z]+en\\b", "(ein|auf|weg|mit|an)ge[a-z]+(en|t)\\b"),
     ):
-        assert fragment in german, fragment
+        assert re.search(fragment, german), fragment
 
 
 def test_a_decoder_that_ignores_its_source_scores_near_zero() -> None:
