@@ -2,8 +2,9 @@
 
     python benchmarks/big_54.py [--ranks 2] [--tokens 64] [--updates 3]
 
-755 million parameters with V=32,000; DDR and ALD are off. Prints loss, gradient norm and seconds of each update, and
-the peak memory of each rank. It shows that the model trains when no rank holds it; a CPU says nothing of its speed.
+The model has 755 million parameters with V=32,000; DDR and ALD are off. The script prints loss, gradient norm and
+time of each update, and the peak memory of each rank. It shows that the model trains although no rank holds it whole.
+Times on CPUs do not predict those on GPUs.
 """
 
 from __future__ import annotations
@@ -37,27 +38,28 @@ SETTINGS = [
 VOCABULARY = 32000
 
 
-def say(line: str) -> None:
-    """To standard output, at once."""
+def output(line: str) -> None:
+    """Write a line to standard output and flush it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def be_a_rank(arguments: argparse.Namespace) -> None:
-    """Train, and let rank 0 say how it went."""
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Train as one of the ranks; rank 0 prints."""
     import numpy as np
     import torch
 
+    from deepspeed_nmt.build import build_model, build_objective
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.core.objective import TrainModule
     from deepspeed_nmt.core.vocabulary import Vocabulary
+    from deepspeed_nmt.data.batching import BatchConfig
     from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
     from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-    from deepspeed_nmt.data.plan import BatchConfig
     from deepspeed_nmt.engine import build_engine
+    from deepspeed_nmt.engine.settings import resolve_engine
     from deepspeed_nmt.parallel.collectives import gather_lists
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import build_model, build_objective
     from deepspeed_nmt.train.optimizer import build_optimizer
 
     world = join_world("cpu", timeout_s=1200)
@@ -81,36 +83,38 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     layers = (config.model.model_dump()["encoder_layers"], config.model.model_dump()["decoder_layers"])
     optimizer = build_optimizer(config.optimizer, module)
     dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
-    engine = build_engine(config.engine, module, optimizer, 1.0, world, dummy)
+    engine = build_engine(resolve_engine(config.engine, 1.0, world), module, optimizer, world, dummy)
     if world.is_main:
-        say(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
+        output(f"{parameters:,} parameters, {layers[0]}+{layers[1]} layers, {world.ranks} ranks, ZeRO-3")
     for update in loader.updates(Cursor(), 1):
         started = time.monotonic()
         result = engine.update(update.micro_batches, update.target_tokens, 1e-4)
         nll = float(result.sums["nll"]) / sum(batch.target_tokens for batch in update.micro_batches)
         if world.is_main:
             seconds = time.monotonic() - started
-            say(f"update {update.number}: nll {nll:.3f}, norm {result.grad_norm:.3f}, {seconds:.1f} s")
+            output(f"update {update.number}: nll {nll:.3f}, norm {result.grad_norm:.3f}, {seconds:.1f} s")
         if update.number == arguments.updates:
             break
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     peaks = gather_lists([peak], world)
     if world.is_main:
-        say(f"peak memory of the ranks: {', '.join(f'{each:.1f}' for each in peaks)} GiB; {sum(peaks):.1f} in all")
-        say(f"torch {torch.__version__}")
+        output(f"peak memory of the ranks: {', '.join(f'{each:.1f}' for each in peaks)} GiB; {sum(peaks):.1f} in all")
+        output(f"torch {torch.__version__}")
     leave_world()
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=64, help="padded tokens of a rank in an update")
-    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="padded tokens of a rank in an update (default: %(default)s)"
+    )
+    parser.add_argument("--updates", type=int, default=3, help="number of updates (default: %(default)s)")
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.scratch:
-        return be_a_rank(arguments)
+        return run_rank(arguments)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -122,7 +126,7 @@ def main() -> None:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks)),
             "TORCH_EXTENSIONS_DIR": scratch,
-            # Freed memory goes back to the system, so that the figure is what is held.
+            # Freed memory returns to the system at once, so that the peak is of memory in use.
             "MALLOC_TRIM_THRESHOLD_": "0",
         }
         words = [sys.executable, __file__, *sys.argv[1:], "--scratch", scratch]

@@ -1,4 +1,4 @@
-"""What N x M softmaxing costs, as a ratio to an ordinary update in one run, beside what arithmetic says.
+"""Cost of an update with N x M softmaxing relative to a vanilla one, measured and computed.
 
 python benchmarks/exits.py [--device cpu|cuda] [--dim 512] [--layers 6] [--tokens 2048] [--vocab 32000]
 """
@@ -19,18 +19,27 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 
 
 def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) -> float:
-    """Multiplications of an update with so many exits over those of an ordinary one, per token pair.
+    """Return the multiplications of an update with N x M exits, relative to a vanilla update.
 
-    An encoder layer has 12 D^2 weights, a decoder layer 16 D^2 (ffn_dim = 4 D); each application of one, and of the
-    projection's V D, costs its weights. Attention's own products are left out: at sentence length they are small.
+    For each token, a layer or a projection costs as many multiplications as it has weights: 12 D^2 in an encoder
+    layer, 16 D^2 in a decoder layer (ffn_dim = 4 D), V D in the projection. The products of attention weights are
+    left out: they are small at the length of sentences.
+
+    Args:
+        dim: D.
+        layers: number of layers on each side.
+        vocab: V.
+        encoders: N, number of encoder exits.
+        decoders: M, number of decoder exits.
     """
     encoder, decoder, projection = 12 * dim**2 * layers, 16 * dim**2 * layers, vocab * dim
-    # Cross-attention's keys and values are among the decoder's weights, and computed for each encoder exit.
+    # The weights of a decoder layer include those of cross-attention, whose keys and values are computed for each
+    # encoder exit.
     return (encoder + encoders * decoder + encoders * decoders * projection) / (encoder + decoder + projection)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the variants and print their times."""
     arguments = parser(__doc__, layers=6, tokens=2048, vocab=32_000, rounds=3).parse_args()
     torch.manual_seed(1)
     config = TransformerConfig(

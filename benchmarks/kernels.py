@@ -1,11 +1,12 @@
-"""Fused operations on a GPU: error against float64, time against torch and others, and share of the copy bandwidth.
+"""Fused operations on a GPU: error relative to float64, time of each backend, and share of the copy bandwidth.
 
     python benchmarks/kernels.py [--rows 8192] [--dim 1024] [--vocab 32000] [--dtype bf16] [--json FILE]
 
-Each operation is run forwards and backwards, in turns by every backend that is there: torch, torch.compile, Triton,
-apex, Liger. Bandwidth is what an operation must read and write at the least, over the time it takes, as a share of
-the bandwidth of a copy measured in the same run. The GPU's cache is flushed before each measurement. At the end
-stands the line for `deepspeed_nmt.kernels.dispatch.MEASURED`: the fastest of torch, Triton and apex.
+Every available backend (torch, torch.compile, Triton, apex, Liger) runs the forward and backward pass of every
+operation; the backends take turns. The bandwidth of an operation is the least data that it must read and write,
+divided by its time; it is printed as a share of the bandwidth of a copy in the same run. The GPU's cache is flushed
+before each measurement. The last line, the fastest of torch, Triton and apex for each operation, belongs into
+`deepspeed_nmt.kernels.backends.MEASURED`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.engine.base import DTYPES
-from deepspeed_nmt.kernels import dispatch, torch_ops
+from deepspeed_nmt.engine.config import DTYPES
+from deepspeed_nmt.kernels import backends, torch_ops
 from deepspeed_nmt.kernels.rows import ChunkRows
 
 ROUNDS = 15
@@ -33,12 +34,12 @@ Run = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """An operation on some numbers.
+    """An operation and its inputs.
 
     Attributes:
-        inputs: floating-point tensors, which get gradients.
-        call: what is done with a backend's function and the inputs.
-        moved: elements that it must read and write at the least, forwards and backwards.
+        inputs: floating-point tensors that require gradients.
+        call: function that applies a backend's function to the inputs.
+        moved: least number of elements to read and write, forward and backward.
     """
 
     inputs: list[Tensor]
@@ -47,7 +48,7 @@ class Case:
 
 
 def cases(arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
-    """Every operation, in the shapes of a model."""
+    """Yield every operation by name, with the shapes of a model."""
     torch.manual_seed(1)
 
     def of(*shape: int) -> Tensor:
@@ -91,7 +92,7 @@ def cases(arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def others(operation: str) -> dict[str, Callable[..., Any]]:
-    """Implementations that are no backends of ours: compiled torch, and Liger's where it is installed."""
+    """Return further implementations for comparison: torch.compile, and Liger if it is installed."""
     found: dict[str, Callable[..., Any]] = {"compile": torch.compile(getattr(torch_ops, operation))}
     if operation == "layer_norm":
         try:
@@ -103,10 +104,10 @@ def others(operation: str) -> dict[str, Callable[..., Any]]:
 
 
 def run(case: Case, function: Callable[..., Any]) -> Run:
-    """Forwards and backwards; gives the result and the gradients."""
+    """Return a function that runs forward and backward pass and returns the result and the gradients."""
     with torch.no_grad():
         like = case.call(function, *case.inputs)
-    if not isinstance(like, Tensor):  # the cross-entropy, whose gradient comes with its result
+    if not isinstance(like, Tensor):  # cross-entropy returns its gradient with the result
         return lambda: [case.call(function, *case.inputs).gradients[0]]  # type: ignore[attr-defined]
     upstream = torch.randn_like(like)
 
@@ -118,7 +119,7 @@ def run(case: Case, function: Callable[..., Any]) -> Run:
 
 
 def milliseconds(once: Run, flush: Tensor) -> float:
-    """The GPU's time for one run, its cache flushed before."""
+    """Return the GPU time of one run, after a flush of the cache."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
     start.record()
@@ -129,23 +130,23 @@ def milliseconds(once: Run, flush: Tensor) -> float:
 
 
 def error(operation: str, function: Callable[..., Any], dtype: torch.dtype) -> float:
-    """The largest difference from the reference in float64, without dropout."""
+    """Return the largest difference from the reference in float64, without dropout."""
     from deepspeed_nmt.kernels.trial import compare
 
     return compare(operation, function, getattr(torch_ops, operation), torch.device("cuda"), dtype)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the operations and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--dtype", choices=list(DTYPES), default=None)
-    parser.add_argument("--json", help="write the table there, too")
+    parser.add_argument("--rows", type=int, default=8192, help="number of tokens (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=1024, help="width of the model (default: %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32_000, help="size of the vocabulary (default: %(default)s)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="(default: bf16; on older GPUs fp16)")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("this needs a CUDA device")
+        sys.exit("a CUDA device is required, but torch finds none")
     capability = torch.cuda.get_device_capability()
     name = arguments.dtype or ("bf16" if capability >= (8, 0) else "fp16")
     dtype = DTYPES[name]
@@ -158,12 +159,12 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     fastest: dict[str, str] = {}
     for operation, case in cases(arguments, dtype):
-        backends: dict[str, Callable[..., Any]] = {
-            each: dispatch._load(operation, each)
-            for each in dispatch.OPERATIONS[operation]
-            if dispatch.missing(operation, each, torch.device("cuda"), dtype) is None
+        ours: dict[str, Callable[..., Any]] = {
+            each: backends.load(operation, each)
+            for each in backends.OPERATIONS[operation]
+            if backends.obstacle(operation, each, torch.device("cuda"), dtype) is None
         }
-        runs = {each: run(case, function) for each, function in {**backends, **others(operation)}.items()}
+        runs = {each: run(case, function) for each, function in {**ours, **others(operation)}.items()}
         taken: dict[str, list[float]] = {each: [] for each in runs}
         for number in range(ROUNDS + 2):
             for each, once in runs.items():
@@ -171,10 +172,10 @@ def main() -> None:
                 if number > 1:  # the first ones compile
                     taken[each].append(elapsed)
         middle = {each: statistics.median(times) for each, times in taken.items()}
-        fastest[operation] = min(backends, key=lambda each, m=middle: m[each])  # type: ignore[misc]
+        fastest[operation] = min(ours, key=lambda each, m=middle: m[each])  # type: ignore[misc]
         for each, spent in middle.items():
             share = case.moved * dtype.itemsize / spent / 1e6 / bandwidth
-            off = f"{error(operation, backends[each], dtype):.1e}" if each in backends else "-"
+            off = f"{error(operation, ours[each], dtype):.1e}" if each in ours else "-"
             table.append({"operation": operation, "backend": each, "ms": spent, "share": share, "error": off})
             ratio = middle["torch"] / spent
             write(f"{operation:<28} {each:<8} {spent:8.3f} ms {ratio:5.2f} x torch {share:6.1%} of copy, ")

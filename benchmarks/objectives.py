@@ -1,8 +1,9 @@
-"""What DDR, R-Drop, ALD and cross-attention drop cost, as ratios to the plain objective in one run.
+"""Cost of an update with DDR, R-Drop, ALD and cross-attention drop, relative to the plain objective.
 
     python benchmarks/objectives.py [--device cpu|cuda] [--dim 512] [--layers 15] [--tokens 4096] [--vocab 36000]
 
-Each variant makes the same updates on the same random batches, in turns, so that a machine that slows down slows all.
+All variants make the same updates on the same random batches. They take turns, so that other work on the machine
+slows all of them alike.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from timing import parser, random_batch, seconds
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, TERMS
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, REGULARIZERS
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 
 VARIANTS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
@@ -31,8 +32,14 @@ VARIANTS: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
 }
 
 
-def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[str, ...]) -> TrainModule:
-    """A model and an objective; ``layer`` gives the share of decoder layers without cross-attention."""
+def build(arguments: argparse.Namespace, layer: dict[str, float], regularizers: tuple[str, ...]) -> TrainModule:
+    """Build the model and the objective of a variant.
+
+    Args:
+        arguments: of the command line.
+        layer: settings of cross-attention drop; ``drop_depth`` is a share of the decoder layers.
+        regularizers: names of the regularizers.
+    """
     vocabulary = Vocabulary(arguments.vocab)
     torch.manual_seed(1)
     config = TransformerConfig(
@@ -48,13 +55,13 @@ def build(arguments: argparse.Namespace, layer: dict[str, float], terms: tuple[s
     likelihood = LIKELIHOODS["label_smoothed"]
     objective = Objective(
         likelihood.build(likelihood.config(), vocabulary),
-        [TERMS[name].build(TERMS[name].config(), vocabulary) for name in terms],
+        [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in regularizers],
     )
     return TrainModule(model, objective).to(arguments.device).train()
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the variants and print their times."""
     arguments = parser(__doc__, layers=15, tokens=4096, vocab=36_000, rounds=5).parse_args()
     on_gpu = arguments.device == "cuda"
     taken: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -1,9 +1,9 @@
-"""Train with the planner's advice on a GPU restricted to some memory, and compare what was planned with what it took.
+"""Train with the planner's advice on a GPU of restricted memory, and compare planned and measured memory.
 
     python benchmarks/planned.py --data DATA --out OUT [--recipe R] [--gib 16] [--updates 100] [key=value ...]
 
-Prints planned and measured peak memory, target tokens a second and MFU over the second half. Without a GPU it only
-shows that the road is open: nothing is restricted, and the figures say nothing.
+The script prints planned and measured peak memory, and target tokens a second and MFU over the second half of the
+updates. Without a GPU memory is not restricted, and the figures are meaningless.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_nmt.build import build_kernels
 from deepspeed_nmt.cli import main as deepspeed_nmt
-from deepspeed_nmt.commands.planner import Planner, precision_of
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.engine.settings import resolve_engine_for
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
+from deepspeed_nmt.run.resolve import make_planner
 
 
 def main() -> None:
-    """Plan, train, compare."""
+    """Plan, train, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default="deep_decoder_big_54")
-    parser.add_argument("--gib", type=float, default=16.0)
-    parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("settings", nargs="*", help="key=value")
+    parser.add_argument("--data", type=Path, required=True, help="data directory, made by `deepspeed-nmt prepare`")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the run")
+    parser.add_argument("--recipe", default="deep_decoder_big_54", help="recipe to train (default: %(default)s)")
+    parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU in GiB (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=100, help="number of updates (default: %(default)s)")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
     arguments = parser.parse_args()
     name, gpu = "CPU", Gpu("CPU", arguments.gib, 0.0, "fp32")
     if torch.cuda.is_available():
@@ -42,7 +44,10 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.gib - CONTEXT_GIB) / whole))
     vocabulary = DataDirectory.open(arguments.data).tokenizer().vocabulary
     config = load_config(arguments.recipe, settings=arguments.settings)
-    planner = Planner(config, vocabulary, precision_of(config, gpu, 1), 1, gpu.capability)
+    engine = resolve_engine_for(
+        config.engine, config.optimizer.clip_norm, ranks=1, data_ranks=1, native=gpu.precision
+    )
+    planner = make_planner(config, vocabulary, engine, 1, build_kernels(config).planned_for(gpu.capability))
     plan = planner.advised(gpu)
     run = arguments.out / f"{arguments.recipe}-{arguments.gib:g}"
     half = arguments.updates // 2

@@ -1,17 +1,17 @@
-"""A training step on a CPU against a fixed reference made of torch's own parts, as a ratio in one run.
+"""Speed of a training step on a CPU, relative to a reference built from torch's own modules.
 
     OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
 
-6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradients clipped; the same padded batches of some
-2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first), foreach AdamW, all logits at once.
-Reference and variants take turns, batch by batch; a ratio is the median of the rounds' ratios of seconds, so that
-other work on the machine disturbs all alike. Each variant takes one thing back:
+Both have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same padded
+batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with foreach AdamW
+and all logits at once. Reference and variants take turns on each batch, so that other work on the machine affects all
+alike; a ratio is the median over the batches. Each variant below the first undoes one optimisation:
 
-    ours              as the recipes set it: no dropout on attention weights or after the activation
+    ours              as in the recipes: no dropout on attention weights or after the activation
     same dropout      dropout wherever torch.nn.Transformer has it
-    foreach Adam      instead of the fused one
-    torch's dropout   one random number an element
-    all logits        projection, softmax and loss one after the other
+    foreach Adam      foreach instead of fused AdamW
+    torch's dropout   one random number for each element
+    all logits        projection, softmax and loss one after the other, on all tokens
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
 from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -48,7 +50,7 @@ TOKENS = 2048
 
 
 class Reference(nn.Module):
-    """The Transformer that torch has, with embeddings and a tied projection around it."""
+    """torch.nn.Transformer with embeddings and a tied output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,12 +62,13 @@ class Reference(nn.Module):
         self.register_buffer("positions", sinusoids(512, DIM))
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Embed tokens, with positions and dropout."""
         embedded: Tensor = self.embedding(tokens_BT) * math.sqrt(DIM) + self.positions[: tokens_BT.shape[1]]
         dropped: Tensor = self.dropout(embedded)
         return dropped
 
     def forward(self, batch: Batch) -> Tensor:
-        """Sum of the loss over target tokens."""
+        """Return the sum of the loss over target tokens."""
         padding = batch.source_BS.eq(batch.pad)
         causal = nn.Transformer.generate_square_subsequent_mask(batch.target_input_BT.shape[1])
         states = self.transformer(
@@ -87,7 +90,7 @@ class Reference(nn.Module):
 
 
 def reference_step() -> Callable[[Batch], None]:
-    """An update of the reference."""
+    """Return a function that makes an update of the reference."""
     torch.manual_seed(1)
     model = Reference().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
@@ -102,7 +105,7 @@ def reference_step() -> Callable[[Batch], None]:
 
 
 def our_step(same_dropout: bool = False, fused: bool = True) -> Callable[[Batch], None]:
-    """An update of ours."""
+    """Return a function that makes an update of this package's model and engine."""
     torch.manual_seed(1)
     inner = DROPOUT if same_dropout else 0.0
     config = TransformerConfig(
@@ -124,26 +127,30 @@ def our_step(same_dropout: bool = False, fused: bool = True) -> Callable[[Batch]
 
 @contextmanager
 def torch_dropout() -> Iterator[None]:
-    """torch's own dropout inside."""
+    """Use torch's own dropout in the block."""
     with mock.patch.object(torch_ops, "_has_fast_dropout", lambda x: True):
         yield
 
 
 @contextmanager
 def all_logits() -> Iterator[None]:
-    """The loss in torch's own steps inside."""
-    with mock.patch.object(label_smoothed, "projected_cross_entropy", projected_cross_entropy_ref):
+    """Use the unfused loss, on all logits, in the block."""
+
+    def reference(*arguments: Any, kernels: Kernels, **options: Any) -> Any:
+        return projected_cross_entropy_ref(*arguments, **options)
+
+    with mock.patch.object(label_smoothed, "projected_cross_entropy", reference):
         yield
 
 
 @contextmanager
 def nothing() -> Iterator[None]:
-    """No change inside."""
+    """Change nothing in the block."""
     yield
 
 
 def batches(count: int) -> Iterator[Batch]:
-    """Padded sentence pairs of like length, as a batch plan makes them; lengths as in news text."""
+    """Yield padded batches of sentence pairs of similar length, with lengths as in news text."""
     generator = torch.Generator().manual_seed(3)
     vocabulary = Vocabulary(VOCABULARY)
     for number in range(1, count + 1):
@@ -158,13 +165,22 @@ def batches(count: int) -> Iterator[Batch]:
             for _ in range(2)
         )
         tokens = int(lengths.sum())
-        yield Batch(source, target, target, torch.arange(rows), tokens, tokens, 0, 1, number, 0, tokens, rows)
+        yield Batch(
+            source_BS=source,
+            target_input_BT=target,
+            target_output_BT=target,
+            sentence_ids_B=torch.arange(rows),
+            source_tokens=tokens,
+            target_tokens=tokens,
+            pad=vocabulary.pad,
+            update=UpdateInfo(seed=1, number=number, tokens=tokens, sentences=rows),
+        )
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the variants and print their speed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="number of batches to measure (default: %(default)s)")
     arguments = parser.parse_args()
     variants = {
         "reference": (reference_step(), nothing),
@@ -176,7 +192,7 @@ def main() -> None:
     }
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number, batch in enumerate(batches(arguments.rounds + 1)):
-        # In another order each round: who comes after the reference finds memory and caches as it left them.
+        # The order is random, because each step finds memory and caches as the previous one left them.
         for name, (step, changed) in random.Random(number).sample(list(variants.items()), len(variants)):
             with changed():
                 started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What benchmarks of training steps share: arguments, a batch, and the seconds of one forward and backward."""
+"""Common code of the benchmarks of training steps: arguments, random batches, and timing."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ import time
 
 import torch
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
 
 LENGTH = 32
-"""Tokens of each sentence, on both sides."""
+"""Length of each sentence, on both sides."""
 
 
 def parser(description: str | None, layers: int, tokens: int, vocab: int, rounds: int) -> argparse.ArgumentParser:
-    """The arguments all take, with their defaults."""
+    """Return a parser of the common options, with these defaults."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--dim", type=int, default=512)
-    made.add_argument("--layers", type=int, default=layers)
-    made.add_argument("--tokens", type=int, default=tokens)
-    made.add_argument("--vocab", type=int, default=vocab)
-    made.add_argument("--rounds", type=int, default=rounds)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made.add_argument("--device", default=device, help="cpu or cuda (default: %(default)s)")
+    made.add_argument("--dim", type=int, default=512, help="width of the model (default: %(default)s)")
+    made.add_argument("--layers", type=int, default=layers, help="layers on each side (default: %(default)s)")
+    made.add_argument("--tokens", type=int, default=tokens, help="tokens of a batch (default: %(default)s)")
+    made.add_argument("--vocab", type=int, default=vocab, help="size of the vocabulary (default: %(default)s)")
+    made.add_argument(
+        "--rounds", type=int, default=rounds, help="measurements of each variant (default: %(default)s)"
+    )
     return made
 
 
 def random_batch(arguments: argparse.Namespace, update: int) -> Batch:
-    """Sentences of random tokens, the same for every variant of an update."""
+    """Return a batch of random tokens, the same for every variant."""
     generator = torch.Generator().manual_seed(update)
     rows = max(1, arguments.tokens // LENGTH)
     source, target = (torch.randint(4, arguments.vocab, (rows, LENGTH), generator=generator) for _ in range(2))
     count = rows * LENGTH
-    made = Batch(source, target, target, torch.arange(rows), count, count, 0, 1, update, 0, count, rows)
+    made = Batch(
+        source_BS=source,
+        target_input_BT=target,
+        target_output_BT=target,
+        sentence_ids_B=torch.arange(rows),
+        source_tokens=count,
+        target_tokens=count,
+        pad=0,
+        update=UpdateInfo(seed=1, number=update, tokens=count, sentences=rows),
+    )
     return made.to(torch.device(arguments.device))
 
 
 def seconds(module: TrainModule, batch: Batch) -> float:
-    """One forward and backward; on a GPU in bf16."""
+    """Return the seconds of a forward and backward pass; on a GPU in bf16."""
     device = batch.source_BS.device
     synchronise(device)
     started = time.perf_counter()
@@ -50,6 +62,6 @@ def seconds(module: TrainModule, batch: Batch) -> float:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what a GPU was told to do."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

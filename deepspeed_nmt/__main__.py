@@ -1,4 +1,4 @@
-"""`python -m deepspeed_nmt`, the same program as `deepspeed-nmt`."""
+"""Entry point of `python -m deepspeed_nmt`, the same program as `deepspeed-nmt`."""
 
 import sys
 

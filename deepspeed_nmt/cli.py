@@ -1,4 +1,7 @@
-"""The `deepspeed-nmt` program: finds the command, runs it, and turns the user's mistakes into messages."""
+"""DeepSpeed-scaled training and decoding of very deep translation models.
+
+This module is the program `deepspeed-nmt`: it runs a command, and turns errors of the user into messages.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,19 @@ from deepspeed_nmt.console import logger, report, setup_logging
 from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
 from deepspeed_nmt.parallel.launched import place
 
-# Each is a module deepspeed_nmt.commands.<name with _> with HELP, add_arguments(parser) and run(arguments) -> status.
-# They are imported only when asked for: `score` should not wait for torch and DeepSpeed.
-_SETTING = re.compile(r"[\w.]+=")
-
 COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
+"""Names of the commands.
+
+Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),
+which returns the exit status. Only the requested one is imported: `score` need not wait for torch and DeepSpeed.
+"""
+_SETTING = re.compile(r"[\w.]+=")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepspeed-nmt", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="deepspeed-nmt", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"deepspeed-nmt {__version__}")
-    # The deepspeed launcher puts this before everything else; the rank is read from the environment instead.
+    # The deepspeed launcher passes this option; the local rank is read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
@@ -44,7 +49,11 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run a command and return its exit status.
+
+    Args:
+        argv: command line without the name of the program; None for that of the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
@@ -52,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        arguments.settings += rest  # argparse takes settings on one side of the options only
+        arguments.settings += rest  # argparse accepts settings on one side of the options only
     setup_logging()
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
@@ -62,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReportedError as reported:
         return reported.status
     except KeyboardInterrupt:
-        logger.error("interrupted; nothing half-made was left behind")
+        logger.error("interrupted; no incomplete file was left behind")
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): no traceback, and no second error while closing stdout.
+        # The reader of the output has exited (`| head`). Without this, closing stdout would raise a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (UserError, TrainingError, OSError) as error:

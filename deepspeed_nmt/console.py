@@ -1,7 +1,6 @@
-"""What the commands show: results on stdout, progress and remarks on stderr.
+"""Output of the commands: results on stdout, progress and log on stderr.
 
-On a terminal long work has a progress bar; in a batch job (stderr is not a terminal) it has plain lines, so that
-a log file stays readable.
+Progress is a bar if stderr is a terminal, and plain lines otherwise, so that the log file of a batch job is readable.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
+from typing_extensions import override
 
 from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
 
@@ -23,20 +23,22 @@ T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
 
 PLAIN_LINE_EVERY_S = 10.0
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines above a progress bar instead of through it."""
+    """Log handler that writes lines above a progress bar."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # whoever read our messages is gone: that must not end the work
+        except Exception:  # a closed stderr must not end the program
             self.handleError(record)
 
 
 def setup_logging(rank: int = 0) -> None:
-    """Send this package's log to stderr; ranks other than 0 only say warnings."""
+    """Send the log of this package to stderr: all of it on rank 0, warnings and errors on other ranks."""
     _remove_handlers()
     handler = _TqdmHandler()
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -48,10 +50,10 @@ def setup_logging(rank: int = 0) -> None:
 
 
 def log_to(file: Path) -> None:
-    """Write the whole log of this rank into a file, too, after what earlier starts left there.
+    """Append the whole log of this rank to a file as well.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file, encoding="utf-8")
@@ -60,13 +62,21 @@ def log_to(file: Path) -> None:
 
 
 def _remove_handlers() -> None:
+    """Remove and close all handlers of the log."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
 
 
 def report(error: Exception) -> int:
-    """Say why a command failed, for a reason that is not the program's, and return its exit status."""
+    """Log an expected error that ends a command.
+
+    Args:
+        error: a UserError, a TrainingError or an OSError.
+
+    Returns:
+        The exit status of the command.
+    """
     if isinstance(error, UserError):
         logger.error("error: %s", error)
         return EXIT_USER_ERROR
@@ -87,7 +97,14 @@ def output(text: str) -> None:
 
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over ``items`` and show how far it has come."""
+    """Iterate over ``items`` and show progress.
+
+    Args:
+        items: to iterate over.
+        description: of the work.
+        unit: of an item, in the plural.
+        total: number of items, if it is known.
+    """
     with counting(description, unit, total) as advance:
         for item in items:
             yield item
@@ -96,7 +113,16 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
 
 @contextmanager
 def counting(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-    """Show how far long work has come: what this gives is to be called with how much more of it is done."""
+    """Show the progress of the block.
+
+    Args:
+        description: of the work.
+        unit: of what is counted, in the plural.
+        total: final count, if it is known.
+
+    Yields:
+        A function to call with the number of further units that are done.
+    """
     if sys.stderr.isatty():
         with tqdm(desc=description, unit=f" {unit}", total=total, dynamic_ncols=True, unit_scale=True) as bar:
             yield bar.update
@@ -111,7 +137,7 @@ def counting(description: str, unit: str, total: int | None = None) -> Iterator[
         if now - last >= PLAIN_LINE_EVERY_S:
             last = now
             of = f" of {total:,}" if total else ""
-            logger.info("%s: %s%s %s, %.0f a second", description, f"{count:,}", of, unit, count / (now - start))
+            logger.info("%s: %s%s %s, %.0f per second", description, f"{count:,}", of, unit, count / (now - start))
 
     yield advance
     logger.info("%s: %s %s in %.1f s", description, f"{count:,}", unit, time.monotonic() - start)

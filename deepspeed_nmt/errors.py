@@ -1,7 +1,7 @@
-"""The errors a user can cause, and the exit statuses a job can end with.
+"""Errors that end a command, and exit statuses.
 
-A message says what is required, what it is instead, and what to do about it. The command line prints it
-without a traceback and exits with :data:`EXIT_USER_ERROR`.
+A message states the requirement, the actual value and a remedy. The command line prints the message of a
+:class:`UserError` without a traceback and exits with :data:`EXIT_USER_ERROR`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,31 @@ import difflib
 from collections.abc import Iterable
 
 EXIT_USER_ERROR = 2
-"""The user's input was refused; nothing was changed."""
+"""The input is wrong; nothing was changed."""
+
 EXIT_STOPPED = 75
-"""Asked to stop by a signal, saved, and can be started again (sysexits' EX_TEMPFAIL)."""
+"""The run stopped on request and saved a checkpoint; the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
 
 EXIT_RANK_LOST = 70
-"""Another rank was lost or stuck; the last checkpoint is intact, and the job can be started again (EX_SOFTWARE)."""
+"""Another rank was lost or stuck; the same command resumes from the last checkpoint (EX_SOFTWARE of sysexits.h)."""
 
 
 class UserError(ValueError):
-    """Something the user asked for cannot be done; the message tells how to mend it."""
+    """A mistake in the user's input; the message contains a remedy."""
 
 
 class DataError(UserError):
-    """Text, a corpus or a vocabulary is missing, broken, or does not fit the run."""
+    """Text, a corpus or a vocabulary that is missing, damaged, or does not fit the run."""
 
 
 class ConfigError(UserError):
-    """One or more settings are wrong. All of them are reported together.
+    """Wrong settings, reported together.
 
     Args:
-        problems: one complete sentence per wrong setting.
+        problems: one message per wrong setting.
+
+    Attributes:
+        problems: the messages, as a list.
     """
 
     def __init__(self, problems: Iterable[str] | str) -> None:
@@ -44,18 +48,18 @@ class ConfigError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """A checkpoint that is missing, damaged, or of another model."""
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on (for example: the loss stays NaN). The last good checkpoint is intact."""
+    """A condition that ends training, such as a loss that stays NaN. The last good checkpoint is intact."""
 
 
 class ReportedError(Exception):
-    """Why this process ends has been said already, by itself or another rank.
+    """The end of this process for a reason that this rank or another one has reported already.
 
     Args:
-        status: to exit with.
+        status: exit status of the process.
     """
 
     def __init__(self, status: int) -> None:
@@ -64,7 +68,15 @@ class ReportedError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt ``word``: `; did you mean 'x'?`, or else the choices there are."""
+    """Return a hint for a misspelt word, to append to a message.
+
+    Args:
+        word: the misspelt word.
+        known: correct words.
+
+    Returns:
+        "; did you mean 'x'?" if a correct word is similar, else a list of all correct words.
+    """
     choices = sorted(known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:

@@ -1,4 +1,4 @@
-"""Hashing files, and writing them so that a reader never sees half of one."""
+"""Hashing, reading and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""First bytes of compressed files: what made them, and what undoes it."""
+"""First bytes of compressed files, with the name of the format and the command that decompresses it."""
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content, read in blocks."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -33,10 +33,10 @@ def sha256_of(path: Path) -> str:
 
 
 def check_text(path: Path) -> None:
-    """Refuse what cannot be a text file.
+    """Check that a file can contain plain text.
 
     Raises:
-        DataError: if it is missing, a directory, not readable, or compressed.
+        DataError: if the file is missing, a directory, unreadable, or compressed.
     """
     if path.is_dir():
         raise DataError(f"{path} must be a text file, but is a directory")
@@ -53,15 +53,17 @@ def check_text(path: Path) -> None:
 
 
 def text_lines(stream: BinaryIO) -> Iterator[str]:
-    """Lines of UTF-8 text as they come, without their ends. Only line feeds end a line: other characters that
-    Unicode calls line breaks are part of the text. Bytes that are not UTF-8 become U+FFFD, so no line is lost.
+    """Yield lines of UTF-8 text, without their ends.
+
+    Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
+    U+FFFD, so no line is lost.
     """
     for line in stream:
         yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names created, renamed or removed in a directory survive a power cut."""
+    """Flush a directory to disk, so that files created, renamed or removed in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,10 +72,14 @@ def sync_directory(path: Path) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` in one step: after a crash it holds the old content or the new, never a part.
+    """Replace the content of a file atomically: after a crash it has either the old or the new content.
+
+    Args:
+        path: of the file, which need not exist.
+        data: new content.
 
     Raises:
-        OSError: if it cannot be written (a full disk, say); ``path`` is then what it was before.
+        OSError: if the file cannot be written, for example because the disk is full; it is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -89,17 +95,24 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_text_writer(path: Path) -> Iterator[TextIO]:
-    """A file to write text to, which takes the place of ``path`` in one step when the block ends well; otherwise
-    ``path`` stays what it was. What is not an ordinary file (a pipe, a device) is written to directly.
+    """Open a text file that replaces ``path`` atomically when the block ends without an error.
+
+    If the block fails, ``path`` is unchanged. A pipe or a device is written to directly.
+
+    Args:
+        path: of the file, which need not exist.
+
+    Yields:
+        The file to write to, as UTF-8.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8", newline="\n") as file:
             yield file
         return
-    path = path.resolve()  # A link stays one.
+    path = path.resolve()  # replaces the target of a symbolic link, not the link
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -110,5 +123,5 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """:func:`atomic_write_bytes` for text, as UTF-8."""
+    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_write_bytes`."""
     atomic_write_bytes(path, text.encode("utf-8"))

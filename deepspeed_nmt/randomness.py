@@ -1,8 +1,9 @@
-"""Random choices as pure functions of what they are for, never of a generator's state.
+"""Random choices as pure functions of a key, independent of the state of any generator.
 
-A choice keyed by (seed, update, layer, ...) is the same on every rank, for any number of ranks, after a resume and
-in recomputation. The mixer is SplitMix64's finaliser, written out here so that the choices do not change with the
-version of any library.
+A choice with the key (seed, purpose, update, layer, ...) is the same on every rank, for any number of ranks, after a
+resume and in recomputation. Numbers are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood: Fast splittable
+pseudorandom number generators, 2014). It is implemented here, so that choices do not depend on the version of a
+library.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MUL_2 = 0x94D049BB133111EB
 
 
 class Purpose(IntEnum):
-    """What a choice is for: the second part of its key, so that no two kinds of choice are related."""
+    """Purpose of a random choice: a part of its key, so that choices for different purposes are independent."""
 
     SHUFFLE = 1
     GRAINS = 2
@@ -37,13 +38,14 @@ class Purpose(IntEnum):
 
 
 def _mix(value: int) -> int:
+    """Apply the finaliser of SplitMix64 to a 64-bit number."""
     value = (value ^ (value >> 30)) * _MUL_1 & _MASK
     value = (value ^ (value >> 27)) * _MUL_2 & _MASK
     return value ^ (value >> 31)
 
 
 def key(*parts: int) -> int:
-    """A 64-bit number that stands for the sequence ``parts``; (1, 2) and (2, 1) give different ones."""
+    """Hash a sequence of numbers to an unsigned 64-bit number; the order of ``parts`` matters."""
     state = 0
     for part in parts:
         state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
@@ -51,12 +53,15 @@ def key(*parts: int) -> int:
 
 
 def uniform(*parts: int) -> float:
-    """A number in [0, 1) that stands for the sequence ``parts``."""
+    """Hash a sequence of numbers to a number that is uniform in [0, 1)."""
     return (key(*parts) >> 11) * 2.0**-53
 
 
 def keys(count: int, *parts: int) -> NDArray[np.uint64]:
-    """``key(*parts, i)`` for i in 0..count-1, as an array of shape (count,)."""
+    """Return ``key(*parts, i)`` for i in 0..count-1.
+
+    Shape: -> (count,)
+    """
     base = np.uint64((key(*parts) + _GOLDEN) & _MASK)
     values = np.arange(count, dtype=np.uint64) + base
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MUL_1)
@@ -65,14 +70,22 @@ def keys(count: int, *parts: int) -> NDArray[np.uint64]:
 
 
 def permutation(count: int, *parts: int) -> NDArray[np.int64]:
-    """A permutation of 0..count-1 that stands for ``parts``."""
+    """Return a random permutation of 0..count-1, as a function of ``parts``.
+
+    Shape: -> (count,)
+    """
     return np.argsort(keys(count, *parts), kind="stable")
 
 
 def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
-    """``uniform(*parts, number, i)`` for each number and i in 0..count-1, on the numbers' device.
+    """Return ``uniform(*parts, number, i)`` for each number and i in 0..count-1, on the device of the numbers.
 
     Shape: int64 (B,) -> fp64 (B, count)
+
+    Args:
+        numbers_B: the number of each row.
+        count: values per row.
+        parts: the first parts of every key.
     """
     golden = _signed(_GOLDEN)
     base_B = _mix_tensor(numbers_B + _signed((key(*parts) + _GOLDEN) & _MASK))
@@ -82,15 +95,17 @@ def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
+    """Reinterpret an unsigned 64-bit number as a signed one, as torch's int64 stores it."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; torch's int64 has only the arithmetic one."""
+    """Shift to the right logically; torch shifts int64 arithmetically."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix_tensor(values: Tensor) -> Tensor:
+    """Apply :func:`_mix` to each element of an int64 tensor."""
     values = (values ^ _shifted(values, 30)) * _signed(_MUL_1)
     values = (values ^ _shifted(values, 27)) * _signed(_MUL_2)
     return values ^ _shifted(values, 31)

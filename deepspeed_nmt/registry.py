@@ -1,12 +1,12 @@
-"""Named parts of a run: a name leads to the part's configuration class and to the function that builds it.
+"""Registries: tables from the name of a part of a run to its configuration class and its builder.
 
-Tables are written out where they are owned (``deepspeed_nmt/methods/__init__.py``); nothing registers itself by
-being imported.
+Each table is an explicit list in the package that owns it (:mod:`deepspeed_nmt.methods`,
+:mod:`deepspeed_nmt.search`). Importing a module registers nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,56 +18,101 @@ T = TypeVar("T")
 
 
 class Config(BaseModel):
-    """Base of every configuration class: frozen, strict about unknown keys, checked on construction."""
+    """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
-    def resolved(self, before: Config | None = None) -> Config:
-        """With what the files say that it names; ``before`` is what a run began with. As it is, where it names none.
 
-        Raises:
-            ConfigError: if a file cannot be read.
-        """
-        return self
+@dataclass(frozen=True)
+class SelfTest:
+    """A small run that the command `selftest` trains under every engine.
+
+    Attributes:
+        name: of the case in the table of `selftest`; one case can cover several methods.
+        settings: of the run, nested by section as in YAML. Dropout is 0 unless the comparison sets it.
+        quick: True for the case that `selftest --quick` trains.
+    """
+
+    name: str
+    settings: Mapping[str, Mapping[str, Any]]
+    quick: bool = False
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One row of a registry."""
+    """A row of a registry.
+
+    Attributes:
+        name: of the part in a configuration.
+        config: configuration class of the part.
+        build: function that builds the part; its arguments depend on the registry.
+        selftest: case of `selftest` that covers the part; None if the case of another part covers it.
+        collapse_remedy: settings to recommend when a decoder ignores its source; "" if the part is no remedy.
+    """
 
     name: str
     config: type[Config]
     build: Callable[..., T]
+    selftest: SelfTest | None = None
+    collapse_remedy: str = ""
 
 
 class Registry(Generic[T]):
-    """An immutable table of named parts.
+    """A table of named parts.
 
     Args:
-        kind: what the parts are, for messages ("model", "objective", ...).
-        entries: the rows.
+        kind: of the parts ("model", "layer", ...), for messages.
+        entries: the rows; the first one is the default.
 
     Raises:
-        AssertionError: if two rows share a name.
+        AssertionError: if two rows have the same name.
     """
 
     def __init__(self, kind: str, entries: Iterable[Entry[T]]) -> None:
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
         for entry in entries:
-            assert entry.name not in self._entries, f"two {kind}s are named '{entry.name}'"
-            self._entries[entry.name] = entry
+            self.add(entry)
+
+    def add(self, entry: Entry[T]) -> None:
+        """Add a row.
+
+        Raises:
+            AssertionError: if there is a row with the same name.
+        """
+        assert entry.name not in self._entries, f"two {self.kind}s are named '{entry.name}'"
+        self._entries[entry.name] = entry
+
+    @property
+    def default(self) -> str:
+        """Name of the part that a run uses if its configuration names none."""
+        return next(iter(self._entries))
+
+    @property
+    def entries(self) -> tuple[Entry[T], ...]:
+        """All rows, in order."""
+        return tuple(self._entries.values())
 
     def __getitem__(self, name: Any) -> Entry[T]:
-        """Raises ConfigError, with a suggestion, when there is no such name."""
-        if name not in self._entries:
+        """Return the row with a name.
+
+        Raises:
+            ConfigError: if there is no such row; the message suggests a similar name.
+        """
+        if name not in self:
             raise ConfigError(
                 f"{self.kind}.name must be a known {self.kind}, but is '{name}'{did_you_mean(str(name), self)}"
             )
         return self._entries[name]
 
+    def __contains__(self, name: object) -> bool:
+        """Return True if there is a row with a name."""
+        return isinstance(name, str) and name in self._entries
+
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, in order."""
         return iter(self._entries)
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._entries)

@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
-# Train on this machine: on all its GPUs, or on several CPU ranks, through DeepSpeed's launcher.
+# Train on this machine with DeepSpeed's launcher, on all its GPUs or on CPU ranks.
 #
 #   launch/local.sh [--ranks N] [--cpu] -- <arguments of `deepspeed-nmt train`>
 #   launch/local.sh -- --recipe transformer_base --data DATA --run RUN batch.micro_tokens=8192
 #
-#   --ranks N   processes [one for each GPU; without a GPU 2]
-#   --cpu       CPU ranks, on a machine with GPUs, too
+#   --ranks N   number of processes [one for each GPU; without a GPU 2]
+#   --cpu       use CPU ranks even if there are GPUs
 #
-# Ctrl-C saves and stops; the same command goes on. The exit status is that of `train` (75: stopped, start it again; 70:
-# a rank was lost, start it again). $VENV names the environment [.venv here, if there is one; else what is on PATH],
-# $OMP_NUM_THREADS the threads of each rank on a CPU [cores / ranks].
+# Ctrl-C saves and stops; the same command resumes; a second Ctrl-C stops at once. The exit status is that of `train`
+# (75: stopped, start it again; 70: a rank was lost, start it again).
+#
+# Settings from the environment:
+#
+#   VENV                   virtual environment [.venv of this repository if it exists, otherwise the programs on PATH]
+#   OMP_NUM_THREADS        threads of each CPU rank [cores / ranks]
+#   CUDA_VISIBLE_DEVICES   numbers of the GPUs to use [all]
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -22,11 +27,11 @@ while [ $# -gt 0 ]; do
     --ranks) ranks="$(number "$@")" || exit; shift ;;
     --cpu) cpu=yes ;;
     --) shift && break ;;
-    *) die "'$1' is no option of this script; arguments of \`deepspeed-nmt train\` come after --" ;;
+    *) die "unknown option $1; arguments of \`deepspeed-nmt train\` come after --" ;;
     esac
     shift
 done
-[ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` are required after --, but there are none; see --help"
+[ $# -gt 0 ] || die "arguments of \`deepspeed-nmt train\` must come after --, but there are none; see --help"
 
 use_venv
 make_scratch
@@ -36,14 +41,14 @@ settings=()
 if [ "$gpus" = 0 ]; then
     ranks="${ranks:-2}"
     OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$ranks")}"
-    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES=""
+    export OMP_NUM_THREADS CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu
     settings=(engine.device=cpu)
 fi
 ranks="${ranks:-$gpus}"
 where=(--num_gpus "$ranks")
 if [ "$gpus" != 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    # DeepSpeed would forget which GPUs are ours.
-    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers such as 0,1, but is $CUDA_VISIBLE_DEVICES" ;; esac
+    # With --num_gpus, DeepSpeed ignores CUDA_VISIBLE_DEVICES and starts at GPU 0.
+    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers of GPUs such as 0,1, but is $CUDA_VISIBLE_DEVICES; use numbers" ;; esac
     visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
     ranks="$(wc -l <<<"$visible")"
     where=(--include "localhost:$(paste -sd, - <<<"$visible")")

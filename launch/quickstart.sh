@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
-# From nothing to a trained translation model: install, prepare, train, translate, score.
+# Install the package, prepare a corpus, train a translation model, translate its test set, and score the translation.
 #
 #   launch/quickstart.sh [--fresh] [--system] [SOURCE TARGET]
 #
-#   SOURCE TARGET   your own text, one sentence a line, line N of one translating line N of the other (also
-#                   as SOURCE=... TARGET=...); every k-th line is held out to validate and to test on.
-#                   Without them: a sample corpus that is made on the spot.
-#   --fresh         start over; otherwise running it again goes on where it stopped
-#   --system        allow apt-get for what is missing (python3, python3-venv); never done without
+#   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
+#                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
+#                   [a generated sample corpus]
+#   --fresh         start over [resume after the last step that was completed]
+#   --system        install missing system packages (python3, python3-venv) with apt-get [never]
 #
-# Trains with the DeepSpeed launcher, ZeRO-2: a process for each NVIDIA GPU, or 2 processes on the CPU.
-# Settings from the environment: OUT (directory of the results, default quickstart/), RANKS (processes),
-# VOCAB_SIZE, VENV (default .venv), PYTHON, LOCK (cpu, cuda, v100), SKIP_INSTALL=1 (take $VENV as it is).
+# Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C saves; the same command resumes.
+#
+# Settings from the environment:
+#
+#   OUT              directory of the results [quickstart/]
+#   RANKS            number of processes [one for each GPU; without a GPU 2]
+#   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
+#   VENV             virtual environment [.venv]
+#   PYTHON           Python that makes the virtual environment [python3]
+#   LOCK             requirements to install: cpu, cuda or v100 [chosen for this machine]
+#   SKIP_INSTALL=1   use the virtual environment as it is
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 MIN_LINES=200
-STEPS=6
 
 fresh=""
 while [ $# -gt 0 ]; do
@@ -34,32 +41,29 @@ done
 case $# in
 0) ;;
 2) SOURCE="$1" TARGET="$2" ;;
-*) die "either no text or two files, SOURCE and TARGET, are required, but $# arguments were given; see --help" ;;
+*) die "SOURCE and TARGET must be two files or none, but $# arguments are given; see --help" ;;
 esac
-SOURCE="${SOURCE:-}"
-TARGET="${TARGET:-}"
-OUT="${OUT:-$ROOT/quickstart}"
+SOURCE="${SOURCE:-}" TARGET="${TARGET:-}" OUT="${OUT:-$ROOT/quickstart}"
 export LC_ALL="${LC_ALL:-C.UTF-8}"
 
 count_lines() { LC_ALL=C awk 'END { print NR }' "$1"; }
 
 check_text() {
     [[ -n "$SOURCE" && -n "$TARGET" ]] ||
-        die "both SOURCE and TARGET are required, but only one of them is given; name the other file too"
+        die "SOURCE and TARGET must be given together, but one is missing; name the other file too"
     local file sources targets
     for file in "$SOURCE" "$TARGET"; do
-        [[ -f "$file" && -r "$file" ]] || die "$file must be a text file, but is missing or cannot be read; check the path"
+        [[ -f "$file" && -r "$file" ]] ||
+            die "$file must be a text file, but is missing or cannot be read; check the path"
     done
-    sources="$(count_lines "$SOURCE")"
-    targets="$(count_lines "$TARGET")"
+    sources="$(count_lines "$SOURCE")" targets="$(count_lines "$TARGET")"
     [ "$sources" = "$targets" ] ||
-        die "line N of SOURCE must translate line N of TARGET, but $SOURCE has $sources lines and $TARGET has $targets;" \
+        die "line N of TARGET must translate line N of SOURCE, but $SOURCE has $sources lines and $TARGET has $targets;" \
             "align them sentence by sentence"
-    [ "$sources" -ge "$MIN_LINES" ] ||
-        die "at least $MIN_LINES sentence pairs are required, but $SOURCE has $sources; add more text"
+    [ "$sources" -ge "$MIN_LINES" ] || die "$SOURCE must have at least $MIN_LINES lines, but has $sources; add more text"
 }
 
-# What the results are made from: a directory that holds the results of other text is not gone on with.
+# Print an identifier of the input. It is saved in $OUT, where it tells results of other text.
 describe_input() {
     if [ -n "$SOURCE" ]; then
         LC_ALL=C cksum <"$SOURCE"
@@ -69,20 +73,18 @@ describe_input() {
     fi
 }
 
-# step NUMBER NAME COMMAND...: run COMMAND, unless an earlier run of this script has finished it.
+# step NUMBER NAME: run the function NAME, unless an earlier start of this script has completed it.
 step() {
-    local number="$1" name="$2" done="$OUT/.done-$2"
-    shift 2
-    if [ -e "$done" ]; then
-        say "$number/$STEPS $name: done before"
-        return
+    if [ -e "$OUT/.done-$2" ]; then
+        say "$1/6 $2: done before"
+    else
+        say "$1/6 $2"
+        "$2"
+        touch "$OUT/.done-$2"
     fi
-    say "$number/$STEPS $name"
-    "$@"
-    touch "$done"
 }
 
-make_corpus() {
+corpus() {
     if [ -z "$SOURCE" ]; then
         deepspeed-nmt sample-data --out "$TEXT" --train 30000 --valid 500 --test 500
     else
@@ -90,8 +92,8 @@ make_corpus() {
     fi
 }
 
-# Every k-th pair is held out, in turn to validate and to test on, until each has its 5% (at most 500). Other pairs
-# with a held-out source are left out of the training text: what was seen in training is no test.
+# Split the text: every k-th pair goes to the validation or the test set, in turn, until each has 5% of the pairs, but
+# at most 500. Leave out training pairs whose source is also held out: a sentence seen in training tests nothing.
 split_text() {
     local lines held every
     lines="$(count_lines "$SOURCE")"
@@ -106,62 +108,55 @@ split_text() {
         NR == FNR { if (part(FNR) != "train") held_out[$0]; next }
         part(FNR) != "train" { print part(FNR); next }
         { print ($0 in held_out) ? "left-out" : "train" }' "$SOURCE" "$SOURCE" >"$TEXT/parts"
-    deal_out "$SOURCE" "$SOURCE_SUFFIX"
-    deal_out "$TARGET" "$TARGET_SUFFIX"
+    split_side "$SOURCE" source
+    split_side "$TARGET" target
     say "of $lines pairs: $(sort "$TEXT/parts" | uniq -c | tr -s " \n" " ")"
 }
 
-# deal_out FILE SUFFIX: line N goes to the file that line N of `parts` names.
-deal_out() {
+# split_side FILE SUFFIX: copy line N of FILE to the file with SUFFIX that line N of $TEXT/parts names.
+split_side() {
     LC_ALL=C awk -v parts="$TEXT/parts" -v text="$TEXT" -v suffix="$2" '
         { getline part <parts; print >(text "/" part "." suffix) }' "$1"
 }
 
-text_file() { echo "$TEXT/$1.$2"; }
-
-prepare() {
-    deepspeed-nmt prepare \
-        --train-source "$(text_file train "$SOURCE_SUFFIX")" --train-target "$(text_file train "$TARGET_SUFFIX")" \
-        --valid-source "$(text_file valid "$SOURCE_SUFFIX")" --valid-target "$(text_file valid "$TARGET_SUFFIX")" \
-        --test-source "$(text_file test "$SOURCE_SUFFIX")" --test-target "$(text_file test "$TARGET_SUFFIX")" \
-        --out "$DATA" --vocab-size "$(vocab_size)"
+# Print a vocabulary size that is small compared to the training text.
+vocab_size() {
+    count_lines "$TEXT/train.$SOURCE_SUFFIX" | awk '{ print $1 < 2000 ? 500 : $1 < 50000 ? 2000 : 8000 }'
 }
 
-# A vocabulary must be small against the text that it is learnt from.
-vocab_size() {
-    if [ -n "${VOCAB_SIZE:-}" ]; then
-        echo "$VOCAB_SIZE"
-    else
-        count_lines "$(text_file train "$SOURCE_SUFFIX")" | awk '{ print $1 < 2000 ? 500 : $1 < 50000 ? 2000 : 8000 }'
-    fi
+prepare() {
+    deepspeed-nmt prepare --out "$OUT/data" --vocab-size "${VOCAB_SIZE:-$(vocab_size)}" \
+        --train-source "$TEXT/train.$SOURCE_SUFFIX" --train-target "$TEXT/train.$TARGET_SUFFIX" \
+        --valid-source "$TEXT/valid.$SOURCE_SUFFIX" --valid-target "$TEXT/valid.$TARGET_SUFFIX" \
+        --test-source "$TEXT/test.$SOURCE_SUFFIX" --test-target "$TEXT/test.$TARGET_SUFFIX"
 }
 
 train() {
-    local port
-    port="$("$VENV/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+    local options=()
+    [ "$lock" != cpu ] || options+=(--cpu)
+    [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
     say "watch it with: $VENV/bin/tensorboard --logdir $RUN"
-    deepspeed --num_gpus "$RANKS" --master_port "$port" --module deepspeed_nmt train --recipe sample_small \
-        --data "$DATA" --run "$RUN" engine.name=deepspeed engine.ds_config=zero2
+    "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe sample_small --data "$OUT/data" --run "$RUN" \
+        engine.name=deepspeed engine.ds_config=zero2
 }
 
 translate() {
     deepspeed-nmt translate --run "$RUN" --checkpoint best \
-        --input "$(text_file test "$SOURCE_SUFFIX")" --output "$OUT/test.translation"
+        --input "$TEXT/test.$SOURCE_SUFFIX" --output "$OUT/test.translation"
 }
 
 score() {
     deepspeed-nmt score --hypothesis "$OUT/test.translation" \
-        --reference "$(text_file test "$TARGET_SUFFIX")" --source "$(text_file test "$SOURCE_SUFFIX")"
+        --reference "$TEXT/test.$TARGET_SUFFIX" --source "$TEXT/test.$SOURCE_SUFFIX"
 }
 
 [ -z "$SOURCE$TARGET" ] || check_text
 mkdir -p "$OUT"
-OUT="$(cd "$OUT" && pwd)" # the launcher's processes may work in another directory
-TEXT="$OUT/text" DATA="$OUT/data" RUN="$OUT/run"
-SOURCE_SUFFIX=en TARGET_SUFFIX=de
-[ -z "$SOURCE" ] || { SOURCE_SUFFIX=source TARGET_SUFFIX=target; }
+OUT="$(cd "$OUT" && pwd)" # absolute: the launcher's processes may have another working directory
+TEXT="$OUT/text" RUN="$OUT/run" SOURCE_SUFFIX=en TARGET_SUFFIX=de
+[ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target
 if [ -n "$fresh" ]; then
-    rm -rf "$TEXT" "$DATA" "$RUN" "$OUT/test.translation" "$OUT/input" "$OUT"/.done-*
+    rm -rf "$TEXT" "$OUT/data" "$RUN" "$OUT/test.translation" "$OUT/input" "$OUT"/.done-*
 fi
 if [ -e "$OUT/input" ] && [ "$(cat "$OUT/input")" != "$(describe_input)" ]; then
     die "$OUT must hold results of the same text, but was made from other text; start over with --fresh, or set OUT"
@@ -169,34 +164,21 @@ fi
 describe_input >"$OUT/input"
 
 lock="${LOCK:-$(choose_lock)}"
-if [ "$lock" = cpu ]; then
-    RANKS="${RANKS:-2}"
-    export DS_ACCELERATOR=cpu
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for "$RANKS")}"
-    export OMP_NUM_THREADS
-else
-    gpus="$(list_gpus | wc -l)"
-    RANKS="${RANKS:-$((gpus > 0 ? gpus : 1))}"
-fi
-
-say "1/$STEPS install (for this machine: requirements/$lock.txt)"
+say "1/6 install (for this machine: requirements/$lock.txt)"
 install "$lock"
-export PATH="$VENV/bin:$PATH"
-scratch="$(mktemp -d)"
+use_venv
+
 on_exit() {
     local status=$?
-    rm -rf "$scratch"
-    [ "$status" = 0 ] || say "stopped with status $status; run the same again to go on from here" >&2
+    [ "$status" = 0 ] || say "stopped with status $status; start the same command again to resume" >&2
 }
 trap on_exit EXIT
 trap 'exit 130' INT TERM
-# A build of an extension that was killed leaves a lock behind on which the next one waits for ever.
-export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions"
 
-step 2 corpus make_corpus
-step 3 prepare prepare
-step 4 train train
-step 5 translate translate
-say "6/$STEPS score"
+step 2 corpus
+step 3 prepare
+step 4 train
+step 5 translate
+say "6/6 score"
 score
 say "done; the run is in $RUN; its curves: $VENV/bin/tensorboard --logdir $RUN"

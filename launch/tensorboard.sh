@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Show the curves of runs in a browser.
+# Serve the curves of runs to a browser, with TensorBoard.
 #
 #   launch/tensorboard.sh [--port P] DIR [DIR ...]
 #
-#   --port P   to listen on, of this host alone [6006]
+#   DIR        a run or a directory of runs
+#   --port P   port of localhost [6006]
 #
-# A DIR is a run or a directory of runs. From another machine: ssh -L 6006:localhost:6006 <this host>.
+# To see them on another machine: ssh -L 6006:localhost:6006 <this host>. $VENV as in launch/local.sh.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -16,17 +17,17 @@ while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --port) port="$(number "$@")" || exit; shift ;;
-    -*) die "'$1' is no option of this script; see --help" ;;
+    -*) die "unknown option $1; see --help" ;;
     *) break ;;
     esac
     shift
 done
-[ $# -gt 0 ] || die "a run, or a directory of runs, is required; see --help"
+[ $# -gt 0 ] || die "DIR must be a run or a directory of runs, but is missing; see --help"
 named=""
 for directory in "$@"; do
-    [ -d "$directory" ] || die "$directory must be a directory, but is none"
-    case "$directory" in *[,:]*) [ $# = 1 ] || die "names of several runs must not have commas or colons, but $directory has" ;; esac
-    named="$named${named:+,}$directory:$directory" # a sweep's runs have the same last names as another's
+    [ -d "$directory" ] || die "DIR must be a directory, but $directory is not one; check the path"
+    case "$directory" in *[,:]*) [ $# = 1 ] || die "names of several runs must not have commas or colons, but $directory has one; show it alone" ;; esac
+    named="$named${named:+,}$directory:$directory" # the whole path: runs of two sweeps have the same last names
 done
 use_venv
 say "http://localhost:$port"

@@ -1,26 +1,30 @@
 #!/usr/bin/env bash
 # Install what the tests need, check the code, and run the tests.
 #
-#   launch/test.sh [--system] [--full] [pytest arguments]
+#   launch/test.sh [--fast | --full] [--system] [pytest arguments]
 #
+#   --fast     what is soon done: linters, types, unit tests, architecture, and one run from raw text to BLEU
+#   (default)  all tests but those that take very long: engines and methods compared, launchers, kills, SLURM, ...
+#   --full     also the tests that take very long (marked slow) or need a GPU (marked gpu)
 #   --system   allow apt-get for what is missing (python3, python3-venv, SLURM, ...); never done without. An ssh daemon
 #              for one test is installed only by SYSTEM_EXTRA="openssh-server openssh-client pdsh"
-#   --full     also the tests that take long (marked slow) or need a GPU (marked gpu)
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
 # is). Once installed, it runs without a network. $PYTHON names the Python to make it with, $LOCK the lock to
-# install (cpu, cuda, v100; default: what fits the machine). The exit status is 0 when all is well.
+# install (cpu, cuda, v100; default: what fits the machine). Two workers ($WORKERS; 0: none but pytest itself) run one
+# file of tests each, at the side of the type checker. The exit status is 0 when all is well.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-selection=(-m "not slow and not gpu")
+selection="not slow and not gpu"
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --system) SYSTEM=yes ;;
-    --full) selection=(-m "slow or not slow") ;; # everything: a test marked gpu skips itself without one
+    --fast) selection="fast and not slow and not gpu" ;;
+    --full) selection="slow or not slow" ;; # everything: a test marked gpu skips itself without one
     *) break ;;
     esac
     shift
@@ -37,7 +41,7 @@ if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||
         complain "apt-get could not install ${missing[*]}; tests that need one of them say that they are skipped"
 fi
-install "${LOCK:-$(choose_lock)}" test
+install "${LOCK:-$(choose_lock)}" test docs
 
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
@@ -57,7 +61,11 @@ check() {
 }
 check ruff check .
 check ruff format --check .
-check mypy --strict
+"$VENV/bin/python" -m mypy --strict >"$scratch/mypy" 2>&1 &
+types=$!
 say "pytest"
-"$VENV/bin/python" -m pytest "${selection[@]}" "$@" || status=1
+"$VENV/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=1
+say "mypy --strict"
+wait "$types" || status=1
+cat "$scratch/mypy"
 exit "$status"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,22 @@ if not torch.cuda.is_available():
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+SHARED_DATA = Path(os.environ.get("DEEPSPEED_NMT_SHARED", REPOSITORY.parent / "shared"), "data")
+"""Real text, which is no part of the repository."""
+FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py")
+"""Files of `launch/test.sh --fast`, besides the unit tests and a run from raw text to BLEU."""
+LONGEST_FIRST = ("slurm", "parity", "system", "kernels", "distributed")
+"""Directories in the order in which their files start: two workers then end at about the same time."""
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory with real text. It is no part of the repository: without it the test is skipped."""
-    parent = os.environ.get("DEEPSPEED_NMT_SHARED")
-    path = (Path(parent) if parent else REPOSITORY.parent / "shared") / "data"
-    if not path.is_dir():
-        pytest.skip(f"needs real text in {path}; set DEEPSPEED_NMT_SHARED to the directory that has data/ in it")
-    return path
+    """The directory with real text; without it the test is skipped."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(
+            f"needs real text in {SHARED_DATA}; set DEEPSPEED_NMT_SHARED to the directory that has data/ in it"
+        )
+    return SHARED_DATA
 
 
 @pytest.fixture(autouse=True)
@@ -38,24 +44,20 @@ def _fresh_logger() -> Iterator[None]:
     logger.propagate = True
 
 
-@pytest.fixture(scope="session")
-def free_port() -> Callable[[], int]:
-    """A function that finds a TCP port nobody listens on, another one at each call."""
-    given: set[int] = set()
-
-    def find() -> int:
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port: int = probe.getsockname()[1]
-            if port not in given:
-                given.add(port)
-                return port
-
-    return find
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test marked gpu is skipped where there is none."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what belongs to `launch/test.sh --fast`, and start with the files that take longest."""
+    for item in items:
+        if item.path.parent.name == "unit" or item.path.name in FAST_FILES:
+            item.add_marker("fast")
+    items.sort(key=_start)
+
+
+def _start(item: pytest.Item) -> int:
+    directory = item.path.parent.name
+    return LONGEST_FIRST.index(directory) if directory in LONGEST_FIRST else len(LONGEST_FIRST)

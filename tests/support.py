@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.tokenizer import EOS
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,14 +52,9 @@ def run_ranks(
         AssertionError: with everybody's output, if one does not end with ``status`` or the time is up.
     """
     port = free_port()
-    logs = [(scratch / f"rank{rank}.log").open("w+") for rank in range(ranks)]  # a pipe nobody reads would fill up
+    logs = [scratch / f"rank{rank}.log" for rank in range(ranks)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**rank_environment(rank, ranks, port, scratch), **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        Program(command, {**rank_environment(rank, ranks, port, scratch), **environment}, log)
         for rank, log in enumerate(logs)
     ]
     deadline = time.monotonic() + timeout
@@ -68,17 +65,37 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-    outputs = []
-    for log in logs:
-        log.seek(0)
-        outputs.append(log.read())
-        log.close()
+    outputs = [log.read_text() for log in logs]
     done = list(zip(processes, outputs, strict=True))
     assert all(process.returncode == status for process in processes), "\n".join(
         f"--- rank {rank}, status {process.returncode}\n{output[-5000:]}"
         for rank, (process, output) in enumerate(done)
     )
     return outputs
+
+
+def batch_of(
+    source_BS: Tensor,
+    target_input_BT: Tensor,
+    target_output_BT: Tensor,
+    *,
+    ids: list[int] | None = None,
+    pad: int = 0,
+    seed: int = 1,
+    update: int = 1,
+) -> Batch:
+    """A batch that is a whole update."""
+    rows, target_tokens = len(source_BS), int(target_output_BT.ne(pad).sum())
+    return Batch(
+        source_BS=source_BS,
+        target_input_BT=target_input_BT,
+        target_output_BT=target_output_BT,
+        sentence_ids_B=torch.arange(rows) if ids is None else torch.tensor(ids),
+        source_tokens=int(source_BS.ne(pad).sum()),
+        target_tokens=target_tokens,
+        pad=pad,
+        update=UpdateInfo(seed=seed, number=update, tokens=target_tokens, sentences=rows),
+    )
 
 
 def random_corpus(

@@ -173,7 +173,7 @@ def run_script(name: str, *arguments: str, **settings: str) -> subprocess.Comple
 
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$STUB_LOG"
-echo "OMP_NUM_THREADS=$OMP_NUM_THREADS" >>"$STUB_LOG"
+[ "$(basename "$0")" != deepspeed ] || touch "$(dirname "$DEEPSPEED_NMT_STOP")/done"
 [ "${FAIL_AT:-none}" != "$1" ] || exit 75
 """
 
@@ -213,7 +213,7 @@ def write_text(path: Path, lines: int, word: str = "word") -> str:
 def test_quickstart_goes_on_where_it_stopped(stubs: dict[str, str]) -> None:
     stopped = run_script("quickstart.sh", FAIL_AT="translate", **stubs)
     assert stopped.returncode == 75
-    assert "run the same again" in stopped.stderr
+    assert "start the same command again to resume" in stopped.stderr
     assert commands(stubs) == [
         "deepspeed-nmt sample-data",
         "deepspeed-nmt prepare",
@@ -258,10 +258,10 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
 def test_quickstart_refuses_text_it_cannot_use(stubs: dict[str, str], tmp_path: Path) -> None:
     long, longer, short = (write_text(tmp_path / str(n), n) for n in (300, 301, 199))
     for arguments, message in (
-        ((long,), "but 1 arguments were given"),
+        ((long,), "but 1 arguments are given"),
         ((long, str(tmp_path / "none")), "is missing or cannot be read"),
         ((long, longer), "has 300 lines and"),
-        ((short, short), "at least 200 sentence pairs are required"),
+        ((short, short), "must have at least 200 lines, but has 199"),
         (("--frsh",), "unknown option --frsh"),
     ):
         done = run_script("quickstart.sh", *arguments, **stubs)

@@ -1,4 +1,4 @@
-"""What the experiments share: arms trained side by side on the CPU, one thread each, then translated and scored."""
+"""Common code of the experiments: train arms on the CPU, one thread each, then translate and score."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ from deepspeed_nmt.data.directory import DataDirectory
 
 PROGRAM = [sys.executable, "-m", "deepspeed_nmt"]
 
-# A narrow model on a recipe of 2,048-token updates.
 COMMON = [
     *("model.dim=64", "model.ffn_dim=128", "engine.name=plain", "engine.device=cpu"),
     *("training.keep_last=4", "training.validate_every=250", "training.log_every=50"),
     *("validation.max_sentences=200", "search.beam=4", "model.dropout=0.1", "optimizer.lr=3e-3"),
 ]
+"""Settings of all arms: a narrow model, for a recipe with updates of 2,048 tokens."""
 
 Results = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A run: its settings, how many times --updates it trains, the arm it grows from, how it is translated, and the
-    recipe it starts from.
+    """A configuration to train and to translate with.
+
+    Attributes:
+        settings: settings on top of the common ones.
+        times: length of training, in multiples of --updates.
+        grow_from: arm that this one grows from.
+        translations: options of `translate` by label; the test set is translated with each.
+        recipe: recipe of the arm.
     """
 
     settings: list[str]
@@ -40,17 +46,19 @@ class Arm:
 
 
 def sh(*words: str) -> str:
-    """Run a command of the program on one thread and return what it printed."""
+    """Run a command of `deepspeed-nmt` on one thread and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*PROGRAM, *words], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 class Experiment:
-    """Arms by name, run a few at once; a run that was stopped goes on when the script is started again.
+    """Arms to be trained, a few at once. Runs that were stopped are resumed.
 
     Args:
+        arms: arms by name.
+        arguments: of the command line.
         common: settings of all arms.
-        reference: of the test set; default the data's own text.
+        reference: reference of the test set; None for the text in the data directory.
     """
 
     def __init__(
@@ -67,11 +75,11 @@ class Experiment:
         self.futures: dict[tuple[str, str], Future[Results]] = {}
 
     def run_of(self, name: str, seed: str) -> Path:
-        """The run directory of an arm."""
+        """Return the run directory of an arm."""
         return Path(self.arguments.out, f"{name}-seed{seed}")
 
     def one(self, name: str, seed: str) -> Results:
-        """Train, average and translate an arm: one result for each of its translations."""
+        """Train, average and translate an arm, and return a result for each translation."""
         arm, data, run = self.arms[name], self.arguments.data, self.run_of(name, seed)
         settings = [*self.common, *arm.settings, *self.arguments.settings, f"training.seed={seed}"]
         settings.append(f"training.max_updates={self.arguments.updates * arm.times}")
@@ -105,7 +113,7 @@ class Experiment:
         return results
 
     def run(self, jobs: list[str]) -> None:
-        """Run the jobs ARM:SEED in order, then score: each translation against the first by paired bootstrap."""
+        """Run the jobs ARM:SEED in order, score them, and compare each with the first by paired bootstrap."""
         out = Path(self.arguments.out)
         out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.arguments.at_once) as pool:
@@ -123,12 +131,22 @@ class Experiment:
 
 
 def parser_for(description: str | None, arms: dict[str, Arm], jobs: list[str]) -> argparse.ArgumentParser:
-    """The options that the experiments have in common."""
+    """Return a parser of the common options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", nargs="+", default=jobs, metavar="ARM:SEED", help=f"arms: {', '.join(arms)}")
-    parser.add_argument("--updates", type=int, default=1550, help="of some 2,050 target tokens each")
-    parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--set", dest="settings", nargs="+", default=[], metavar="KEY=VALUE", help="for all arms")
+    parser.add_argument("--data", type=Path, required=True, help="data directory with a test set")
+    parser.add_argument("--out", type=Path, required=True, help="directory for runs and results")
+    parser.add_argument(
+        "--jobs",
+        nargs="+",
+        default=jobs,
+        metavar="ARM:SEED",
+        help=f"runs to make; arms: {', '.join(arms)} (default: all)",
+    )
+    parser.add_argument(
+        "--updates", type=int, default=1550, help="updates of about 2,050 target tokens each (default: %(default)s)"
+    )
+    parser.add_argument("--at-once", type=int, default=2, help="number of runs at a time (default: %(default)s)")
+    parser.add_argument(
+        "--set", dest="settings", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all arms"
+    )
     return parser

@@ -1,13 +1,12 @@
-"""What are pretrained encoders worth, and which decoder makes most of them? Arms that share data, seed and updates.
+"""Experiment: benefit of pretrained BERTs by decoder. Arms share data, seed and number of updates.
 
     python benchmarks/experiments/bert.py --text TEXT --data DATA --out OUT [--jobs J ...] [--at-once 2]
 
-TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k), translated from German to
-English. First two small BERTs are pretrained on the two sides of the
-training text by masked-token prediction, with WordPiece vocabularies of their own, and saved as `transformers` saves
-them (OUT/berts). Then DATA is prepared with their tokenizers, and each arm is trained, averaged and translated as in
-the other experiments. References are put into the form of the translations (lower case, BERT's spaces), so the scores
-compare arms, not papers. Needs transformers.
+TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k); the direction is German to
+English. First, two small BERTs are pretrained on the two sides of the training text by masked-token prediction, with
+WordPiece vocabularies, and saved by `transformers` (OUT/berts). Then DATA is prepared with their tokenizers, and each
+arm is trained, averaged and translated as in the other experiments. References are normalised like translations
+(lower case, spaces of BERT's tokenizer), so scores are comparable among the arms only. `transformers` is required.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ARMS = {
     "coordinator": Arm([f"model.coordinator_layers={LAYERS}"], recipe="bert_coordinator"),
     "abnet_serial": Arm(["model.adapter_dim=128"], recipe="abnet_serial"),
     "abnet_parallel": Arm(["model.adapter_dim=128"], recipe="abnet_parallel"),
-    # With embeddings that are trained, unlike the paper's.
+    # Embeddings are trained; in the paper they are frozen.
     **{
         f"{name}_thawed": Arm(["model.freeze=[]"], recipe=f"bert_{name}")
         for name in ("init_transformer", "serial", "parallel")
@@ -51,10 +50,10 @@ JOBS = [f"{name}:1" for name in ARMS]
 
 
 def main() -> None:
-    """Pretrain, prepare, then run the arms, a few at once."""
+    """Pretrain BERTs, prepare the data, then run the arms."""
     parser = parser_for(__doc__, ARMS, JOBS)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--pretrain", nargs=2, metavar=("TEXT", "BERT"), help="do only this")
+    parser.add_argument("--text", type=Path, required=True, help="directory of the raw text")
+    parser.add_argument("--pretrain", nargs=2, metavar=("TEXT", "BERT"), help="only pretrain a BERT on a text")
     arguments = parser.parse_args()
     if arguments.pretrain:
         pretrain(*map(Path, arguments.pretrain))
@@ -76,13 +75,13 @@ def main() -> None:
 
 
 def _pretrained(text: Path, bert: Path) -> None:
-    if not (bert / "losses.json").exists():  # the last thing written
+    if not (bert / "losses.json").exists():  # written last
         command = [sys.executable, __file__, "--text", ".", "--data", ".", "--out", ".", "--pretrain", str(text)]
         subprocess.run([*command, str(bert)], check=True)
 
 
 def pretrain(text: Path, bert: Path) -> None:
-    """Make a BERT of one side of the training text, on one thread."""
+    """Pretrain a BERT on one side of the training text, on one thread."""
     import tokenizers
     import torch
     import transformers
@@ -114,7 +113,7 @@ def pretrain(text: Path, bert: Path) -> None:
     for update, rows in enumerate(_batches(sentences), start=1):
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         chosen = (torch.rand(tokens.shape) < MASKED) & (tokens >= len(SPECIAL))
-        # Devlin et al. 2019: of the chosen, 80% become [MASK], 10% another token, 10% stay.
+        # Devlin et al. (2019): 80% of the chosen tokens become [MASK], 10% a random token, 10% stay.
         dice = torch.rand(tokens.shape)
         shown = torch.where(chosen & (dice < 0.8), 4, tokens)
         other = torch.randint(len(SPECIAL), len(tokenizer), tokens.shape)
@@ -135,7 +134,7 @@ def pretrain(text: Path, bert: Path) -> None:
 
 
 def _batches(sentences: list[list[int]]) -> Iterator[list[list[int]]]:
-    """Random batches of sentences of like length."""
+    """Yield random batches of sentences of similar length."""
     import torch
 
     for _ in range(UPDATES):

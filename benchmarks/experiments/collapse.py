@@ -1,14 +1,14 @@
-"""Does a deep decoder collapse, and what keeps it from collapsing? Arms that share data, seed and updates.
+"""Experiment: collapse of deep decoders, and remedies. Arms share data, seed and number of updates.
 
     python benchmarks/experiments/collapse.py --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
-Multi30k, English to German, and a vocabulary of 2,000. Each arm trains in a run directory OUT/<arm>-seed<n>, on the
-CPU with one thread, and goes on where it stopped when the script is started again. Then the last checkpoints are
-averaged, the test set is translated and scored, and OUT/summary.json and a table say what came of it.
-`deepspeed-nmt report collapse OUT/*-seed?` draws the curves.
+Multi30k, English to German, and a vocabulary of 2,000. Each arm trains in a run directory OUT/<arm>-seed<n>, on one
+thread of the CPU; it is resumed if the script is started again. Then the last checkpoints are averaged, and the test
+set is translated and scored. Results are printed and written to OUT/summary.json; `deepspeed-nmt report collapse
+OUT/*-seed?` draws the curves.
 
-`--set` goes to all arms. The setting in which 15 layers collapsed and 6 did not:
+`--set` changes settings of all arms. With these, 15 layers collapsed and 6 did not:
 
     ... --set model.norm=post optimizer.lr=5e-3 schedule.warmup_updates=200 optimizer.clip_norm=0
 """
@@ -27,12 +27,12 @@ ARMS = {
     "cad15": Arm([*DEEP, *CAD]),
     "full15": Arm([*DEEP, *CAD, *CRT]),
 }
-# The longest first; the main pair, plain and CAD, with two seeds.
+# Longest first; the most important arms, plain15 and cad15, have two seeds.
 JOBS = ["full15:1", "plain15:1", "control6:1", "cad15:1", "plain15:2", "cad15:2"]
 
 
 def main() -> None:
-    """Run the arms, a few at once."""
+    """Run the arms."""
     arguments = parser_for(__doc__, ARMS, JOBS).parse_args()
     Experiment(ARMS, arguments).run(arguments.jobs)
 

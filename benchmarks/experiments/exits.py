@@ -1,11 +1,11 @@
-"""Small real runs of three papers: depth growing, recurrent stacks, N x M softmaxing, against ordinary models.
+"""Experiment: small runs of depth growing, recurrent stacks and N x M softmaxing, beside vanilla models.
 
     python benchmarks/experiments/exits.py --data DATA --out OUT [--jobs J ...] [--at-once 2] [--set K=V ...]
 
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
-Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, with one thread each. A grown
-model starts from `layers3` and trains as long again, so its peers are the arms of twice the updates (`..._long`).
-Last, the N x M model's report of depths is drawn to OUT/depths.png.
+Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, on one thread each. A grown
+model starts from `layers3` and trains as long again; compare it with the arms of twice the updates (`..._long`).
+Finally `report depths` of the N x M model is drawn to OUT/depths.png.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from arms import Arm, Experiment, parser_for, sh
 
 
 def layers(encoder: int, decoder: int) -> list[str]:
-    """Settings for a number of layers on each side."""
+    """Return settings for these numbers of layers."""
     return [f"model.encoder_layers={encoder}", f"model.decoder_layers={decoder}"]
 
 
 def depth(encoder: int, decoder: int) -> list[str]:
-    """Options to translate with the first layers only."""
+    """Return options to translate with the first layers only."""
     return ["--encoder-layers", str(encoder), "--decoder-layers", str(decoder)]
 
 
@@ -49,7 +49,7 @@ ARMS = {
         translations={f"{encoder}-{decoder}": depth(encoder, decoder) for encoder, decoder in PAIRS},
     ),
 }
-# The longest first; an arm that grows comes after the one it grows from.
+# Longest first; an arm that grows comes after the arm it grows from.
 JOBS = [
     *("layers4:1", "multi4x4:1", "layers8:1", "recurrent4x2:1", "layers3:1", "grown3+1:1", "layers4-2:1"),
     *("layers2:1", "layers4_long:1", "layers3_long:1"),
@@ -57,7 +57,7 @@ JOBS = [
 
 
 def main() -> None:
-    """Run the arms, then draw the report of depths."""
+    """Run the arms, then draw BLEU and time by depth."""
     arguments = parser_for(__doc__, ARMS, JOBS).parse_args()
     experiment = Experiment(ARMS, arguments)
     experiment.run(arguments.jobs)

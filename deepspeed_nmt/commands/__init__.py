@@ -1,1 +1,1 @@
-"""One file per command; with `cli`, the only place that knows every room."""
+"""Commands of `deepspeed-nmt`, one file each: their arguments, and what they print."""

@@ -1,4 +1,9 @@
-"""Average the weights of a run's last checkpoints; translate with it by --checkpoint average."""
+"""Average the weights of a run's newest checkpoints.
+
+    deepspeed-nmt average --run RUN --last 5
+
+The average is written into the run; `translate --checkpoint average` uses it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,23 @@ from pathlib import Path
 
 from deepspeed_nmt.errors import CheckpointError
 
-HELP = "average a run's last checkpoints"
+HELP = "average a run's newest checkpoints"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
-    parser.add_argument("--last", type=int, required=True, metavar="N", help="how many of the newest checkpoints")
+    """Declare the command's options."""
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory, made by `train`")
+    parser.add_argument("--last", type=int, required=True, metavar="N", help="number of checkpoints, the newest ones")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Average."""
+    """Write the average.
+
+    Raises:
+        CheckpointError: if the run has fewer checkpoints.
+    """
     from deepspeed_nmt.console import output
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
     store = Run.open(arguments.run).checkpoints
     names = store.names()

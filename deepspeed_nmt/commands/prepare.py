@@ -1,10 +1,13 @@
-"""Make a data directory from aligned text files: clean, make the vocabulary, encode.
+r"""Make a data directory from aligned text files: clean the text, build the vocabulary, encode.
 
-Pairs are removed from the training text where a side is empty, not UTF-8, too long, or much longer than the
-other, and where they have been seen before; each removal is counted. Validation and test text is kept as it is,
-byte for byte. Without --segmented, the text is raw and a joint SentencePiece BPE vocabulary is made of it. With
---segmented, the text is already segmented with `@@ ` marks and its tokens are the vocabulary. Give several files
-to an option to read them one after another."""
+    deepspeed-nmt prepare --train-source train.en --train-target train.de \
+        --valid-source valid.en --valid-target valid.de --out DATA
+
+Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
+duplicates; removals are counted by reason. Validation and test text is copied byte for byte. Raw text gets a joint
+SentencePiece BPE vocabulary. Text that is already segmented with `@@ ` marks (--segmented) has its own tokens as
+vocabulary. An option with several files reads them one after another.
+"""
 
 from __future__ import annotations
 
@@ -17,53 +20,66 @@ if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.directory import Meta
 
-HELP = "turn text files into a data directory"
+HELP = "make a data directory from text files"
+
+
+_NAMES = {"train": "training set", "valid": "validation set", "test": "test set"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declare the command's options."""
     for split, required in (("train", True), ("valid", True), ("test", False)):
         for side in ("source", "target"):
             parser.add_argument(
                 f"--{split}-{side}", nargs="+", type=Path, default=[], metavar="F", required=required,
-                help=f"{side} text for {split}, one sentence a line",
+                help=f"{side} text of the {_NAMES[split]}, one sentence a line",
             )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data directory to make")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens of the vocabulary (default: 8000; with --segmented all)"
+        "--vocab-size", type=int, metavar="N", help="size of the vocabulary (default: 8000; with --segmented: all)"
     )
     parser.add_argument(
-        "--vocab-from", type=Path, metavar="DIR", help="take the vocabulary of another data or run directory"
+        "--vocab-from", type=Path, metavar="DIR", help="use the vocabulary of this data or run directory"
     )
     parser.add_argument(
         "--tokenizer", metavar="hf:B[,B]",
-        help="take the tokenizers of BERTs, for both sides or for source and target: folders, or names on the hub",
+        help="use the tokenizer of a BERT for both sides, or of two for source and target; B is a folder, or a name "
+        "on the Hugging Face hub",
     )  # fmt: skip
-    parser.add_argument("--segmented", action="store_true", help="the text is already segmented, with '@@ ' marks")
+    parser.add_argument("--segmented", action="store_true", help="the text is already segmented with '@@ ' marks")
     parser.add_argument(
         "--character-coverage", type=float, default=1.0, metavar="P",
-        help="share of characters that the vocabulary must hold; 0.9995 for Chinese or Japanese (default: 1.0)",
+        help="share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-length", type=int, default=250, metavar="N", help="longest sentence in tokens (default: 250)"
+        "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--max-ratio", type=float, default=3.0, metavar="R",
-        help="most tokens of the longer side per token of the shorter, above 10 tokens (default: 3)",
+        help="largest ratio of the two sides' lengths; not checked up to 10 tokens (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--keep-duplicates", action="store_true", help="keep pairs that occur more than once")
+    parser.add_argument("--keep-duplicates", action="store_true", help="keep duplicate pairs")
     parser.add_argument(
-        "--remove-identical", action="store_true", help="remove pairs whose source and target are the same text"
+        "--remove-identical", action="store_true", help="remove pairs whose source and target are equal"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="threads to encode with (default: all cores)")
+    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="chooses the vocabulary's sample (default: 1)"
+        "--seed", type=int, default=1, metavar="N",
+        help="seed of the sample of text that the vocabulary is learnt from (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a data directory made from other text or options"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a data directory that holds other data")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare, and report what was removed and what is left."""
+    """Prepare the data, and print what was removed and what is left.
+
+    Raises:
+        ConfigError: if an option is out of range.
+        DataError: if the text cannot be used.
+    """
     from pydantic import ValidationError
 
     from deepspeed_nmt.console import output
@@ -95,7 +111,7 @@ def _problem(problem: dict[str, object]) -> str:
 
 
 def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
-    """A table for people: what was removed and why, and what the directory holds."""
+    """Return a table of the pairs removed, by reason, and of the data directory's content."""
     from deepspeed_nmt.data.clean import Reason
 
     train = meta.splits["train"]

@@ -1,9 +1,9 @@
-"""Compare runs, or the depths of one, in a picture and a table.
+"""Compare the training curves of runs, in a picture and a table.
 
     deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
 
-`collapse` shows whether decoders listen to their source: source reliance (how much the loss per target token rises,
-in nats, when the sources are shuffled among the sentences), validation loss, and BLEU, over target tokens.
+The picture shows if decoders use their source: source reliance, validation loss and BLEU over target tokens. Source
+reliance is the rise of the loss, in nats per target token, when the sources are shuffled among the sentences.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from deepspeed_nmt.commands import report_depths
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.curves import RunCurves
 
-HELP = "compare runs, or a run's depths: `report collapse`, `report depths`"
+HELP = "compare runs (`report collapse`) or the depths of a run (`report depths`)"
 
 RELIANCE, LOSS, PERPLEXITY, BLEU = "collapse/source_reliance", "valid/loss", "valid/ppl", "valid/bleu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
+    """Declare the command's options."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    collapse = kinds.add_parser("collapse", help="does the decoder listen to its source?", description=__doc__,
+    collapse = kinds.add_parser("collapse", help="source reliance, loss and BLEU of runs", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     collapse.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     collapse.add_argument(
@@ -33,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("collapse.png"),
         metavar="F",
-        help="picture, .png, .svg or .pdf [collapse.png]",
+        help="picture to write, .png, .svg or .pdf (default: %(default)s)",
     )
-    collapse.add_argument("--json", action="store_true", help="one JSON object for each run, one a line")
+    collapse.add_argument("--json", action="store_true", help="print a JSON object for each run, one a line")
     depths = kinds.add_parser("depths", help="BLEU and time at every depth", description=report_depths.__doc__,
                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     report_depths.add_arguments(depths)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report."""
+    """Draw the picture, and print the table."""
     return report_depths.run(arguments) if arguments.kind == "depths" else _collapse(arguments)
 
 

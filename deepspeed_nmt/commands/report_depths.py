@@ -1,11 +1,11 @@
-"""`report depths`: BLEU and time of a run at every pair of encoder and decoder stages.
+"""Compare BLEU and time of a run at every pair of encoder and decoder stages.
 
     deepspeed-nmt report depths --run RUN --input test.en --reference test.de --out depths.png
 
-The run was trained with objective.multi_softmax; with a recurrent model a stage is a loop. A few sentences are
-translated before anything is timed. Names the fastest pair
-that loses at most --max-loss BLEU against the full depth. With --oracle it also counts, for each pair, the sentences
-that it translates best (by sentence BLEU; of equals the shallowest pair), and the BLEU of choosing so.
+The run must be trained with objective.multi_softmax. A stage is a layer, or a loop of a recurrent model. The report
+names the fastest pair whose BLEU is at most --max-loss below that of the full depth. With --oracle it also counts the
+sentences that each pair translates best, by sentence BLEU (ties go to the shallowest pair), and the BLEU of the best
+pair for each sentence.
 """
 
 from __future__ import annotations
@@ -17,28 +17,46 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepspeed_nmt.core.model import TranslationModel
     from deepspeed_nmt.evaluate.depths import Depth
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
 _WARM_UP_SENTENCES = 8
+"""Number of sentences translated before the first depth is timed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the report."""
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="made by `train`")
-    parser.add_argument("--checkpoint", default="best", metavar="C", help="best, last, average, or a path [best]")
-    parser.add_argument("--input", type=Path, required=True, metavar="F", help="source text")
-    parser.add_argument("--reference", type=Path, required=True, metavar="F", help="its translation")
-    parser.add_argument("--max-loss", type=float, default=0.5, metavar="B", help="BLEU that may be lost [0.5]")
-    parser.add_argument("--oracle", action="store_true", help="count which pair translates each sentence best")
+    """Declare the report's options."""
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory, made by `train`")
     parser.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="sentences x longest source at once"
+        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("depths.png"), metavar="F", help="picture [depths.png]")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--input", type=Path, required=True, metavar="F", help="source text, one sentence a line")
+    parser.add_argument("--reference", type=Path, required=True, metavar="F", help="reference translation of --input")
+    parser.add_argument(
+        "--max-loss",
+        type=float,
+        default=0.5,
+        metavar="B",
+        help="largest loss of BLEU accepted (default: %(default)s)",
+    )
+    parser.add_argument("--oracle", action="store_true", help="count the sentences that each pair translates best")
+    parser.add_argument(
+        "--max-tokens", type=int, default=4096, metavar="N",
+        help="batch size: sentences x longest source (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("depths.png"), metavar="F",
+        help="picture to write, .png, .svg or .pdf (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate the file at every depth and report."""
+    """Translate the file at every depth, draw the picture, and print the table.
+
+    Raises:
+        ConfigError: if an option is out of range, or the run has one depth.
+        DataError: if the files are empty or not aligned.
+    """
     import json
     from dataclasses import asdict
 
@@ -47,15 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.errors import ConfigError, DataError
     from deepspeed_nmt.evaluate.bleu import corpus_scores, sentence_bleu, tokenised_bleu
-    from deepspeed_nmt.evaluate.depths import cheapest, draw_depths, oracle, pareto_front
+    from deepspeed_nmt.evaluate.depths import cheapest, depth_table, draw_depths, oracle, pareto_front
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.files import check_text, text_lines
-    from deepspeed_nmt.runs import Run
+    from deepspeed_nmt.run.directory import Run
 
     for path in (arguments.input, arguments.reference):
         check_text(path)
     if not 0.0 <= arguments.max_loss < float("inf"):
-        raise ConfigError(f"--max-loss must be a number of BLEU points from 0 up, but is {arguments.max_loss}")
+        raise ConfigError(f"--max-loss must be at least 0 and finite, but is {arguments.max_loss}")
     check_picture(arguments.out)
     opened = Run.open(arguments.run)
     with arguments.input.open("rb") as stream:
@@ -65,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(sources) != len(references) or not sources:
         raise DataError(
             f"--input and --reference must have equally many lines, at least one, but have {len(sources)} and "
-            f"{len(references)}"
+            f"{len(references)}; give files of the same sentences"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = opened.model(arguments.checkpoint).to(device)
@@ -80,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     chosen: dict[str, int] = {}
     if arguments.oracle:
-        # Shallow pairs first, so that of equals the shallowest counts.
+        # Shallow pairs come first, so that they win ties.
         order = sorted(range(len(depths)), key=lambda number: depths[number].encoder + depths[number].decoder)
         scores = [
             [sentence_bleu(*pair) for pair in zip(translated[number], references, strict=True)] for number in order
@@ -91,33 +109,35 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = {depth.name: picks.count(number) for number, depth in enumerate(depths)}
         result["oracle"] = {"sentences": chosen, "bleu": score(best, [references]).bleu}
     draw_depths(depths, arguments.out)
-    output(json.dumps(result) if arguments.json else _table(depths, chosen, result))
+    output(json.dumps(result) if arguments.json else depth_table(depths, chosen, result))
     logger.info("picture: %s", arguments.out)
     return 0
 
 
 def _check_stages(run: Run, stages: tuple[int, int]) -> None:
-    """Refuse a run that has one depth, and warn of one that was trained at few of its depths.
+    """Check that a run has several depths, and warn if it was not trained at all of them.
 
     Raises:
-        ConfigError: naming the runs that have several.
+        ConfigError: if it has one depth only.
     """
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.core.model import exit_name
     from deepspeed_nmt.errors import ConfigError
 
     if stages == (1, 1):
-        grown = run.config.model.model_dump()["name"] == "depth_growing"
-        what = "was grown; translate with --exit shallow and --exit deep" if grown else "has one stage on each side"
+        named = run.config.model.named_exits
+        what = (
+            f"has the exits {' and '.join(named)}; translate with --exit" if named else "has one stage on each side"
+        )
         raise ConfigError(
-            "report depths needs a run with several stages, which are the layers of model.name=transformer or the "
-            f"loops of model.name=recurrent, but {run.path} {what}"
+            "report depths needs a run with several stages (layers, or loops over shared layers), but "
+            f"{run.path} {what}"
         )
     names = [exit_name(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
     trained = [name for name in names if run.trained_at(name, stages)]
     if len(trained) < len(names):
         logger.warning(
-            "%s was trained at %d of its %d depths only (%s); objective.multi_softmax trains others",
+            "%s was trained at only %d of its %d depths (%s); expect bad translations at the others",
             run.path,
             len(trained),
             len(names),
@@ -128,7 +148,12 @@ def _check_stages(run: Run, stages: tuple[int, int]) -> None:
 def _measure(
     run: Run, model: TranslationModel, sources: list[str], references: list[str], max_tokens: int
 ) -> tuple[list[Depth], list[list[str]]]:
-    """Each depth, the encoder's outside, and what it translates. Shape: -> depths, depths x sentences"""
+    """Translate ``sources`` at every depth, and return the depths and their translations.
+
+    Decoder stages vary fastest.
+
+    Shape: -> depths, depths x sentences
+    """
     import time
 
     from deepspeed_nmt.console import logger
@@ -146,7 +171,7 @@ def _measure(
             best[0].text for best in translate_lines(net, run.tokenizer, lines, search, max_tokens, device=device)
         ]
 
-    translate(model, sources[:_WARM_UP_SENTENCES])  # what the first batch pays for is no depth's own cost
+    translate(model, sources[:_WARM_UP_SENTENCES])  # start-up costs of the first batch must not count for a depth
     score = tokenised_bleu if run.tokenizer.segmented else corpus_scores
     depths: list[Depth] = []
     translated: list[list[str]] = []
@@ -159,19 +184,3 @@ def _measure(
             translated.append(hypotheses)
             logger.info("%s: BLEU %.2f, %.1f s", depths[-1].name, depths[-1].bleu, seconds)
     return depths, translated
-
-
-def _table(depths: list[Depth], chosen: dict[str, int], result: dict[str, object]) -> str:
-    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'  best for' if chosen else ''}".rstrip()]
-    for depth in depths:
-        best = f"{chosen[depth.name]:>10,}" if chosen else ""
-        lines.append(f"{depth.name:>7}{depth.bleu:>9.2f}{depth.seconds:>10.1f}{best}")
-    front = result["pareto_front"]
-    assert isinstance(front, list)
-    lines += ["", f"Pareto front: {', '.join(front)}"]
-    lines.append(f"fastest within {result['max_loss']} BLEU of the full depth: {result['cheapest']}")
-    if chosen:
-        picked = result["oracle"]
-        assert isinstance(picked, dict)
-        lines.append(f"BLEU of choosing the best pair for each sentence: {picked['bleu']:.2f}")
-    return "\n".join(lines)

@@ -1,13 +1,12 @@
 """Train small models of every method under every engine on this machine, and compare with one plain process.
 
-That process takes torch's own operations, the others the fused ones that were chosen for this machine.
-
     deepspeed-nmt selftest --ranks 2                      # on one machine
-    srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, the way training is started
+    srun --ntasks 16 python -m deepspeed_nmt selftest     # on a cluster, started like training
 
-A few minutes. Losses and gradient norms of ten updates and the weights after them must agree: to 1e-5 in fp32 on a
-CPU, to 1e-3 on a GPU, to 5% in 16 bit. Then the state of each engine is handed to a new one, which must go on as if
-nothing had happened. It exits with 1 if anything differs.
+The reference process uses torch's own operations, the others the fused kernels chosen for this machine. Losses and
+gradient norms of ten updates and the final weights must agree: within 1e-5 in fp32 on a CPU, 1e-3 in fp32 on a GPU,
+and 5% in 16 bit. Each engine is also saved and resumed half-way, which must not change its losses. It takes a few
+minutes. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -16,41 +15,47 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.selftest import Row
+    from deepspeed_nmt.selftest.compare import Row
 
 HELP = "compare all engines on this machine or cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start [GPUs of this machine, or 2]")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="one method instead of all")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each row")
+    """Declare the command's options."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start (default: one for each GPU, or 2)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs if there are any (default: %(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="test only the quick methods")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each comparison, one a line")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     import os
 
-    from deepspeed_nmt.parallel.launched import once_a_host, place
+    from deepspeed_nmt.parallel.launched import once_per_host, place
 
     launched = place().ranks
-    with once_a_host():
+    with once_per_host():
         _check(arguments, launched)
     if launched == 1 and "RANK" not in os.environ:
         return _start(arguments)
-    return _be_one(arguments)
+    return _run_rank(arguments)
 
 
 def _check(arguments: argparse.Namespace, launched: int) -> None:
-    """Refuse options that cannot be followed.
+    """Check the options.
 
     Args:
-        launched: processes that a launcher has started; 1 without one.
+        arguments: of the command line.
+        launched: number of processes that a launcher has started; 1 without one.
 
     Raises:
-        ConfigError: if there are such.
+        ConfigError: if an option is out of range, or cannot be respected here.
     """
     import torch
 
@@ -59,13 +64,17 @@ def _check(arguments: argparse.Namespace, launched: int) -> None:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, but is {arguments.ranks}")
     if launched > 1 and arguments.ranks not in (None, launched):
-        raise ConfigError(f"--ranks must be left out where a launcher starts the processes ({launched} of them)")
+        raise ConfigError(
+            f"--ranks must be left out if a launcher starts the processes, but it has started {launched}"
+        )
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda, but torch finds no GPU; use --device cpu or install a CUDA build")
+        raise ConfigError(
+            "--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch"
+        )
 
 
 def _start(arguments: argparse.Namespace) -> int:
-    """Start the ranks on this machine, the first of which does the talking; wait for all."""
+    """Start the ranks on this machine, wait for all, and return the exit status; rank 0 prints."""
     import os
     import socket
     import subprocess
@@ -103,23 +112,23 @@ def _start(arguments: argparse.Namespace) -> int:
                     process.kill()
 
 
-def _be_one(arguments: argparse.Namespace) -> int:
+def _run_rank(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
     import torch
 
     from deepspeed_nmt.console import output, setup_logging
-    from deepspeed_nmt.kernels.dispatch import describe
+    from deepspeed_nmt.kernels.choice import DEFAULT
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.selftest import rows
+    from deepspeed_nmt.selftest.compare import rows
 
     failed = 0
     world = join_world(arguments.device, timeout_s=300.0)
     setup_logging(world.rank)
     try:
         if world.is_main and not arguments.json:
-            output(f"kernels: {describe(world.device, torch.float32)}")
+            output(f"kernels: {DEFAULT.describe(world.device, torch.float32)}")
             output(_HEAD)
         for row in rows(world, quick=arguments.quick):
             failed += not row.passed
@@ -129,7 +138,9 @@ def _be_one(arguments: argparse.Namespace) -> int:
         leave_world()
     if world.is_main and not arguments.json:
         output(
-            "all agree" if not failed else f"{failed} differ: do not train with those here; please report the table"
+            "all agree"
+            if not failed
+            else f"{failed} differ: do not train with these engines on this machine, and report the table"
         )
     return 1 if failed else 0
 

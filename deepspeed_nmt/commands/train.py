@@ -1,12 +1,11 @@
-"""Train a model, or go on with a run that was stopped.
-
-Runs under plain `python`, `torchrun`, `srun`, and the `deepspeed` launcher, on GPUs or CPU ranks:
+"""Train a model, or resume a run.
 
     deepspeed-nmt train --recipe transformer_base --data DATA --run RUN
     deepspeed --num_gpus 8 --module deepspeed_nmt train --recipe transformer_big --data DATA --run RUN
 
-Settings are given as section.key=value, for example batch.micro_tokens=8192 optimizer.lr=1e-3. Starting it again on
-the same run directory resumes the run. It exits with 75 when a signal stopped it: start it again to go on.
+Ranks are started by `torchrun`, `srun` or the `deepspeed` launcher, on GPUs or on CPUs; without a launcher there is
+one. Settings have the form section.key=value, for example batch.micro_tokens=8192 optimizer.lr=1e-3. The same command
+on the same run directory resumes the run. The exit status is 75 if a signal stopped it.
 """
 
 from __future__ import annotations
@@ -19,74 +18,77 @@ from typing import TYPE_CHECKING
 from deepspeed_nmt.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.commands.training import Origin
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.run.warm_start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
-HELP = "train a model, or go on with a run"
+HELP = "train a model, or resume a run"
 
-_LOCK_LIVES_ON_S = 300.0
-"""So long a network file system may take to notice that a host is lost that held a lock."""
+_LOST_LOCK_S = 300.0
+"""Time limit in seconds for a network file system to release the lock of a lost host."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--recipe", metavar="NAME", help="a named experiment to start from")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with settings, on top of the recipe")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="made by `prepare`")
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="where the run is kept")
+    """Declare the command's options."""
+    parser.add_argument("--recipe", metavar="NAME", help="named experiment to take settings from")
+    parser.add_argument("--config", type=Path, metavar="F", help="YAML file of settings, which override the recipe")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory, made by `prepare`")
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--init-from", type=Path, metavar="RUN", help="start from another run's weights (fine-tuning)")
-    start.add_argument("--grow-from", type=Path, metavar="RUN", help="grow on top of another run, which stays frozen")
-    parser.add_argument("--from-checkpoint", metavar="C", help="of that run: best, last, average, or a path [best]")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, on top of everything")
+    start.add_argument("--init-from", type=Path, metavar="RUN", help="warm start: begin with this run's weights")
+    start.add_argument("--grow-from", type=Path, metavar="RUN", help="depth growing: stack layers on this frozen run")
+    parser.add_argument(
+        "--from-checkpoint", metavar="C", help="checkpoint of RUN: best, last, average, or a path (default: best)"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override all others")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train."""
-    from deepspeed_nmt.train.signals import StopRequest, tell_done
+    """Train, and return the exit status."""
+    from deepspeed_nmt.train.signals import StopRequest, mark_done
 
     with StopRequest() as stop:
         status = _train(arguments, stop)
     if status == 0:
-        tell_done()
+        mark_done()
     return status
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
-    from deepspeed_nmt.commands.training import Job, train_run
     from deepspeed_nmt.console import log_to, logger, setup_logging
-    from deepspeed_nmt.parallel.agreement import together
-    from deepspeed_nmt.parallel.launched import build_apart, once_a_host, requeued
+    from deepspeed_nmt.parallel.agreement import fail_together
+    from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
-    from deepspeed_nmt.runs import LOGS, RunLock, begin, environment, summary
+    from deepspeed_nmt.run.directory import LOGS, begin
+    from deepspeed_nmt.run.environment import environment, summary
+    from deepspeed_nmt.run.lock import RunLock
+    from deepspeed_nmt.run.trainer import Job, train_run
 
-    with once_a_host():
-        build_apart()
+    with once_per_host():
+        isolate_extension_builds()
         config, data, origin = _read(arguments)
     if config.engine.silent_s > 0.0:
-        # NCCL would abort the process before the watchdog can say whose fault it is.
+        # Otherwise NCCL aborts the process before the watchdog can name the rank at fault.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     engine = config.engine
     world = join_world(engine.device, engine.timeout_s, engine.tensor_parallel, lambda: stop)
     setup_logging(world.rank)
     if config.engine.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS is only repeatable with a fixed workspace
+        # cuBLAS is deterministic only with a fixed workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.engine.deterministic)
     lock = None
     try:
-        with together(world):
+        with fail_together(world):
             if world.is_main:
-                lock = RunLock(arguments.run, _LOCK_LIVES_ON_S if requeued() else 0.0)
+                lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
                 data.verify_hashes()
                 begin(arguments.run, config, data)
-        with together(world):
+        with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
             logger.info("%s", summary(environment()))
@@ -95,7 +97,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
         if stop.agreed:
             logger.info(
-                "stopped by %s after update %d; start the same command again to go on",
+                "stopped by %s after update %d; start the same command again to resume",
                 stop.signal_name,
                 progress.update,
             )
@@ -116,29 +118,29 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
-    """What the command line asks for; nothing is written.
+    """Read configuration, data and origin of a run; nothing is written.
 
     Raises:
-        UserError: if that cannot be, or cannot be read.
+        UserError: if options contradict each other, or a file cannot be read.
     """
-    from deepspeed_nmt.commands.training import Origin
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.inherit import check_origin
-    from deepspeed_nmt.runs import CONFIG_FILE, has_begun
+    from deepspeed_nmt.run.directory import CONFIG_FILE, has_begun
+    from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     source = arguments.init_from or arguments.grow_from
     if arguments.from_checkpoint is not None and source is None:
-        raise ConfigError("--from-checkpoint is of the run of --init-from or --grow-from; give one of them, too")
+        raise ConfigError(
+            "--from-checkpoint needs a run, but neither --init-from nor --grow-from is given; give one of them"
+        )
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
     if arguments.recipe is None and base is None and begun:
-        base = arguments.run / CONFIG_FILE  # `train --run RUN` alone goes on as it was
+        base = arguments.run / CONFIG_FILE  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:
-        check_origin(arguments.run, origin.run, origin.checkpoint, grow=origin.grow)
+        check_origin(arguments.run, origin)
     config = load_config(arguments.recipe, base, arguments.settings)
     before = load_config(file=arguments.run / CONFIG_FILE) if begun else None
-    config = config.resolved(before)
-    return config, DataDirectory.open(arguments.data), origin
+    return config.resolved(before), DataDirectory.open(arguments.data), origin

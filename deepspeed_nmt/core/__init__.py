@@ -1,1 +1,1 @@
-"""What a translation model, a batch and an objective are."""
+"""Interfaces of models, batches, objectives and the settings of a run's parts."""

@@ -1,4 +1,4 @@
-"""A padded micro-batch of sentence pairs.
+"""A padded micro-batch of sentence pairs, and the update that it belongs to.
 
 Legend: B sentences, S source length, T target length (both with one end-of-sentence token).
 """
@@ -11,7 +11,29 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+    """The update that a micro-batch belongs to, and the micro-batch's place in it.
+
+    Random choices in training are functions of these numbers. Outside of training all are 0, unless sums over the
+    batch have to be turned into means over tokens or sentences.
+
+    Attributes:
+        seed: seed of the run.
+        number: number of the update in the run, from 1.
+        micro_batch: number of the micro-batch within the update on its rank, from 0.
+        tokens: target tokens of the whole update, over all micro-batches and ranks.
+        sentences: sentence pairs of the whole update.
+    """
+
+    seed: int = 0
+    number: int = 0
+    micro_batch: int = 0
+    tokens: int = 0
+    sentences: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """One micro-batch as one rank sees it.
 
@@ -19,43 +41,26 @@ class Batch:
         source_BS: source tokens, each row ending in EOS, padded on the right.
         target_input_BT: BOS followed by the target tokens, padded on the right.
         target_output_BT: the target tokens followed by EOS, padded on the right.
-        sentence_ids_B: each pair's number in the corpus, -1 in an empty batch; per-sentence randomness comes from it.
-        target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
+        sentence_ids_B: numbers of the pairs in the corpus, -1 in an empty batch; random choices per sentence are
+            functions of them.
         source_tokens: tokens of ``source_BS`` that are not padding; 0 in an empty batch.
-        pad: the padding token of both sides.
-        seed: the run's seed.
-        update: number of the update this micro-batch belongs to, from 1.
-        micro: number of this micro-batch within its update on its rank, from 0.
-        update_tokens: target tokens of the whole update, over all micro-batches and ranks; 0 outside of training.
-        update_sentences: its sentence pairs; 0 outside of training.
+        target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
+        pad: padding token of both sides.
+        update: the update that the batch belongs to.
     """
 
     source_BS: Tensor
     target_input_BT: Tensor
     target_output_BT: Tensor
     sentence_ids_B: Tensor
-    target_tokens: int
     source_tokens: int
+    target_tokens: int
     pad: int
-    seed: int = 0
-    update: int = 0
-    micro: int = 0
-    update_tokens: int = 0
-    update_sentences: int = 0
-
-    @property
-    def source_padded(self) -> bool:
-        """Whether any source position is padding; known without asking the device."""
-        return self.source_tokens != self.source_BS.numel()
-
-    @property
-    def padded_tokens(self) -> int:
-        """Rows times the longer of the two padded lengths: what ``micro_tokens`` bounds."""
-        return self.rows * self.longest
+    update: UpdateInfo = UpdateInfo()
 
     @property
     def rows(self) -> int:
-        """Sentence pairs, B."""
+        """Number of sentence pairs, B."""
         return self.source_BS.shape[0]
 
     @property
@@ -63,8 +68,23 @@ class Batch:
         """The longer of the two padded lengths."""
         return max(self.source_BS.shape[1], self.target_input_BT.shape[1])
 
+    @property
+    def padded_tokens(self) -> int:
+        """Rows times the longer of the two padded lengths, which is bounded by ``micro_tokens``."""
+        return self.rows * self.longest
+
+    @property
+    def source_padded(self) -> bool:
+        """True if any source position is padding; known without waiting for the device."""
+        return self.source_tokens != self.source_BS.numel()
+
+    @property
+    def target_mask(self) -> Tensor:
+        """Bool, True for positions of ``target_output_BT`` that are not padding. Shape: -> (B,T)."""
+        return self.target_output_BT.ne(self.pad)
+
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         return replace(
             self,
             source_BS=self.source_BS.to(device, non_blocking=True),

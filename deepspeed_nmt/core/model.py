@@ -1,4 +1,4 @@
-"""What every translation model can do, whatever is inside it.
+"""Interface of translation models.
 
 Legend: B sentences, S source length, T target length, D model width, V vocabulary, R rows = B x beam.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -19,11 +20,11 @@ from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 
 TOP = "top"
-"""Name of the exit at the top of encoder and decoder, which every model has."""
+"""Name of the exit after the last layers of encoder and decoder, which every model has."""
 
 
 def exit_name(encoder: int, decoder: int) -> str:
-    """Name of the exit after so many stages of the encoder and of the decoder."""
+    """Return the name of the exit after stage ``encoder`` of the encoder and stage ``decoder`` of the decoder."""
     return f"{encoder}-{decoder}"
 
 
@@ -32,9 +33,10 @@ class Memory:
     """The encoded source.
 
     Attributes:
-        states_BSD: the encoder's states.
-        mask: bool (B,1,1,S), True where a position is not padding; None when none is.
-        below_BSD: states that lower decoder layers attend to instead, where a model has two modules.
+        states_BSD: states of the encoder.
+        mask: bool (B,1,1,S), True for positions that are not padding; None if no position is padding.
+        below_BSD: states of the bottom encoder, to which the bottom decoder attends, for a model of two modules;
+            None for other models.
     """
 
     states_BSD: Tensor
@@ -42,7 +44,7 @@ class Memory:
     below_BSD: Tensor | None = None
 
     def select(self, sentences_B: Tensor) -> Memory:
-        """The memory of some of the sentences, in the given order."""
+        """Return the memory of the sentences with the indices ``sentences_B``, in this order."""
         return Memory(
             self.states_BSD.index_select(0, sentences_B),
             None if self.mask is None else self.mask.index_select(0, sentences_B),
@@ -51,13 +53,14 @@ class Memory:
 
 
 class DecodableModel(nn.Module, ABC):
-    """What a search needs: it encodes a source, then gives the next token's logits, position by position.
+    """A model as a search uses it: it encodes sources and returns logits, one position after another.
 
     Attributes:
-        vocab_size: V.
-        pad: the padding token.
-        mask: the token that stands for one to be guessed, which is never predicted; None where there is none.
-        longest_source, longest_target: the most positions that a sentence may have; None: any number.
+        vocab_size: size of the target's vocabulary, V.
+        pad: padding token.
+        mask: token that replaces tokens to be predicted, and is never predicted itself; None if there is none.
+        longest_source: largest number of source positions; None if unlimited.
+        longest_target: largest number of target positions; None if unlimited.
     """
 
     vocab_size: int
@@ -68,41 +71,49 @@ class DecodableModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        """Encode sources. Shape: (B,S) -> (B,S,D)
+        """Encode sources.
+
+        Shape: (B,S) -> (B,S,D)
 
         Args:
-            padded: False promises that no position is padding.
+            source_BS: source tokens.
+            padded: False if no position is padding. The mask is then omitted.
         """
 
     @abstractmethod
     def begin(self) -> DecoderCache:
-        """An empty cache for :meth:`step`."""
+        """Return an empty cache for :meth:`step`."""
 
     @abstractmethod
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        """Logits of the token after ``tokens_R``, the newest tokens of each hypothesis.
+        """Compute the logits of the next token of each hypothesis.
 
-        The first step takes one row per sentence; ``cache.select`` then widens it to several, which stay adjacent and
-        equally many for every sentence. Shape: (R,) -> (R,V)
+        Shape: (R,) -> (R,V)
+
+        Args:
+            tokens_R: last token of each hypothesis. At the first step each sentence has one row. Later, after
+                ``cache.select``, each sentence has the same number of rows, which are adjacent.
+            memory: encoded sources.
+            cache: keys and values of the positions before; the step appends to it.
         """
 
     @abstractmethod
     def at_exit(self, name: str) -> DecodableModel:
-        """The model that decodes from an exit: it shares the weights, and has no more layers than it needs.
+        """Return the model that decodes from an exit. It shares the weights, and omits layers above the exit.
 
         Raises:
-            ConfigError: if there is no such exit.
+            ConfigError: if the model has no exit of this name.
         """
 
 
 class TranslationModel(DecodableModel):
     """An encoder, a decoder with one or more exits, and a projection to the vocabulary.
 
-    An *exit* is a place where decoder states can be read as predictions. Objectives sum over exits, a search decodes
-    from one.
+    An *exit* is a pair of an encoder depth and a decoder depth whose decoder states the projection can turn into
+    predictions. An objective may average over exits; a search decodes from one.
 
     Attributes:
-        projection: from decoder states to the vocabulary, shared by all exits.
+        projection: projection of decoder states to the vocabulary, shared by all exits.
     """
 
     projection: Projection
@@ -110,20 +121,23 @@ class TranslationModel(DecodableModel):
     @property
     @abstractmethod
     def stages(self) -> tuple[int, int]:
-        """How many exits the encoder and the decoder have: after each layer, or each loop over shared layers."""
+        """Number of stages of encoder and decoder: layers, or loops over shared layers. Each ends at an exit."""
 
     @property
     @abstractmethod
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        """The stacks that are trained, of the encoder's side and of the decoder's."""
+        """Trained stacks of the encoder and of the decoder."""
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        """Encode sources. Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
+        """Encode sources.
+
+        Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
 
         Args:
-            padded: False promises that no position is padding.
-            exits: stages, from 1, whose states are wanted, as blocks of rows; default the top.
+            source_BS: source tokens.
+            padded: False if no position is padding. The mask is then omitted.
+            exits: stages, counted from 1, whose states are returned as blocks of rows; None for the last.
         """
 
     @abstractmethod
@@ -134,25 +148,38 @@ class TranslationModel(DecodableModel):
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Decoder states of whole sentences at each exit. Shape: (B,T) -> (B,T,D) each
+        """Compute the decoder states of whole sentences (teacher forcing) at each exit.
+
+        Shape: (B,T) -> (B,T,D) each
 
         Args:
-            draw: what the random choices of a method are functions of; needed in training.
-            exits: stages, from 1, whose states are wanted; default the top.
+            target_input_BT: BOS and the target tokens.
+            memory: encoded sources.
+            draw: arguments of a method's random choices; required in training.
+            exits: stages, counted from 1, whose states are returned; None for the last.
         """
 
     @abstractmethod
+    @override
     def at_exit(self, name: str) -> TranslationModel: ...
 
     def recompute(self, encoder_every: int, decoder_every: int) -> None:
-        """Have every so manieth layer application recomputed in the backward pass; see :class:`LayerStack`."""
+        """Recompute every k-th layer application in the backward pass; see :class:`LayerStack`.
+
+        Args:
+            encoder_every: k of the encoder's stacks.
+            decoder_every: k of the decoder's stacks.
+        """
         for stacks, every in zip(self.stacks, (encoder_every, decoder_every), strict=True):
             for stack in stacks:
                 stack.recompute_every = every
 
     def cross_attending(self) -> dict[int, tuple[Residual | None, Residual, Residual | None]]:
-        """For each decoder layer that has cross-attention, by its number from 1: the connections around its
-        self-attention, its cross-attention and its feed-forward network. Shape of what these add: (B,T,D)
+        """Return the residual connections of each decoder layer that has cross-attention.
+
+        Returns:
+            By the layer's number, counted from 1: the connections around its self-attention, cross-attention and
+            feed-forward network.
         """
         layers = [module for module in self.modules() if isinstance(module, CrossAttending)]
         return {
@@ -162,24 +189,32 @@ class TranslationModel(DecodableModel):
         }
 
     def source_mask(self, source_BS: Tensor, padded: bool) -> Tensor | None:
-        """What :class:`Memory` has as its mask. Shape: (B,S) -> (B,1,1,S)"""
+        """Return the mask of a :class:`Memory`; None if ``padded`` is False.
+
+        Shape: (B,S) -> (B,1,1,S)
+        """
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
 
     def load_pretrained(self) -> bool:
-        """Load weights that a new run starts with and that were trained elsewhere; whether there are any.
+        """Load the pretrained weights that a new run starts from. Return True if the model has any.
 
         Raises:
-            ConfigError: if they cannot be had, or do not fit.
+            ConfigError: if the weights cannot be read, or do not fit the model.
         """
         return False
 
-    def read(self, batch: Batch) -> dict[str, Tensor]:
-        """What one pass over a micro-batch gives, by name: the decoder states at TOP, (B,T,D), and whatever else the
-        model's likelihood asks for.
+    def single_pass(self, batch: Batch) -> dict[str, Tensor]:
+        """Run one pass over a micro-batch, at the top exit.
+
+        Returns:
+            By name: the decoder states as TOP, (B,T,D), and further outputs that the model's likelihood needs.
         """
         return {TOP: self(batch)}
 
     def forward(self, batch: Batch) -> Tensor:
-        """Decoder states at the top, teacher-forced. Shape: -> (B,T,D)"""
+        """Compute the decoder states at the top exit (teacher forcing).
+
+        Shape: -> (B,T,D)
+        """
         memory = self.encode(batch.source_BS, padded=batch.source_padded)
-        return self.decode(batch.target_input_BT, memory, Draw(batch.seed, batch.update))[0]
+        return self.decode(batch.target_input_BT, memory, Draw(batch.update.seed, batch.update.number))[0]

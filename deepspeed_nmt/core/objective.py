@@ -1,7 +1,11 @@
-"""What training minimises, and the one module an engine sees.
+"""Training objectives, and the module that an engine trains.
 
-An objective is a likelihood plus any number of terms. Each term may ask for further passes over the micro-batch
-(:mod:`deepspeed_nmt.core.passes`), which are carried out together.
+An objective is a likelihood and any number of regularizers:
+
+    loss = likelihood + sum_r weight_r regularizer_r.
+
+A regularizer may request further passes over the micro-batch. All passes run in one call of the encoder and one of
+the decoder (:mod:`deepspeed_nmt.core.passes`).
 
 Legend: B sentences, T target length, D model width.
 """
@@ -13,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
@@ -20,94 +25,105 @@ from deepspeed_nmt.core.passes import Passes
 
 
 class LossOutput(NamedTuple):
-    """What one micro-batch contributes to an update. A tuple, because ZeRO-3 looks for tensors in those.
+    """Sums of one micro-batch, which the engine divides by the target tokens of the update.
+
+    A tuple, because ZeRO-3 finds the tensors of a module's output in tuples.
 
     Attributes:
-        loss: what is minimised, *summed* over target tokens (fp32 scalar). The engine divides by the tokens of the
-            update.
+        loss: loss to minimise, *summed* over target tokens (fp32 scalar).
         nll: negative log-likelihood of the reference, summed over target tokens (fp32 scalar, no gradient).
-        terms: further sums to report, by name (fp32 scalars, no gradient), divided by the tokens of the update too.
+        metrics: further sums to report, by name (fp32 scalars, no gradient).
     """
 
     loss: Tensor
     nll: Tensor
-    terms: Mapping[str, Tensor] = MappingProxyType({})
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Likelihood(Protocol):
-    """How well predictions fit the references."""
+    """Loss of predictions against the references."""
 
-    def plan(self, passes: Passes) -> None:
-        """Ask for exits; in training only. Validation reads the top."""
+    def request_passes(self, passes: Passes) -> None:
+        """Request exits. Called in training only; validation uses the top exit."""
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
-        """The mean over one or two passes over the same pairs, given the decoder states at each exit.
+        """Compute the loss, averaged over one or two passes over the same pairs.
 
-        With two, ``divergence`` times the symmetric KL divergence between their predictions is added to the loss and
-        the divergence itself reported as the term "divergence".
+        With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
+        loss, and the divergence is reported as the metric "divergence".
+
+        Args:
+            model: model whose projection is applied.
+            passes: decoder states, (B,T,D), of each pass by the exit's name.
+            batch: micro-batch.
+            divergence: weight of the divergence.
         """
 
 
-class Term(Protocol):
-    """Something added to the likelihood.
+class Regularizer(Protocol):
+    """Addition to the loss besides the likelihood.
 
     Attributes:
-        name: by which it is reported.
-        weight: its factor in the loss.
-        every: it is part of every so manieth update.
+        name: name of its metric.
+        weight: factor of its value in the loss.
+        every: k, to apply it in every k-th update.
     """
 
     name: str
     weight: float
     every: int
 
-    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
-        """Ask for passes; the function returned takes the states of all passes to this term's value.
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
+        """Request passes, and return a function that computes the value from the states of all passes.
 
-        The value is summed so that divided by the update's target tokens it is what the paper defines. None: nothing
-        is added, the passes' twin and divergence say it all.
+        The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it.
+
+        Returns:
+            The function, or None if the regularizer is only a divergence from a paired pass, which the likelihood
+            adds (``passes.paired_pass``, ``passes.divergence``).
         """
 
 
 class Objective:
-    """A likelihood and its terms. Only training has terms; validation sees the likelihood alone, in one pass.
+    """A likelihood and regularizers. Regularizers apply in training only; validation is one pass of the likelihood.
 
     Args:
-        likelihood: of the references.
-        terms: what else is minimised; those of weight 0 are left out, with their passes.
+        likelihood: likelihood of the references.
+        regularizers: additions to the loss. Those of weight 0 are omitted, with their passes.
     """
 
-    def __init__(self, likelihood: Likelihood, terms: Sequence[Term] = ()) -> None:
+    def __init__(self, likelihood: Likelihood, regularizers: Sequence[Regularizer] = ()) -> None:
         self._likelihood = likelihood
-        self._terms = tuple(term for term in terms if term.weight > 0.0)
+        self._regularizers = tuple(each for each in regularizers if each.weight > 0.0)
 
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
-        """The loss of a micro-batch."""
+        """Compute the loss of a micro-batch."""
         passes = Passes(model, batch)
-        due = [term for term in self._terms if model.training and batch.update % term.every == 0]
-        finish = [(term, value) for term in due if (value := term.plan(passes)) is not None]
+        due = [each for each in self._regularizers if model.training and batch.update.number % each.every == 0]
+        finish = [(each, value) for each in due if (value := each.request_passes(passes)) is not None]
         if model.training:
-            self._likelihood.plan(passes)
+            self._likelihood.request_passes(passes)
         states = passes.run()
-        predicting = states[:1] if passes.twin is None else [states[0], states[passes.twin]]
+        predicting = states[:1] if passes.paired_pass is None else [states[0], states[passes.paired_pass]]
         loss, nll, reported = self._likelihood(model, predicting, batch, passes.divergence)
-        terms = dict(reported)
-        for term, value in finish:
+        metrics = dict(reported)
+        for regularizer, value in finish:
             added = value(states)
-            loss = loss + term.weight * added
-            terms[term.name] = added.detach()
-        return LossOutput(loss, nll, terms)
+            loss = loss + regularizer.weight * added
+            metrics[regularizer.name] = added.detach()
+        return LossOutput(loss, nll, metrics)
 
 
 class TrainModule(nn.Module):
-    """A model together with its objective: one forward per micro-batch, whatever the objective does inside."""
+    """A model and its objective. An engine calls it once per micro-batch, also for objectives of several passes."""
 
     def __init__(self, model: TranslationModel, objective: Objective) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
 
+    @override
     def forward(self, batch: Batch) -> LossOutput:
         return self.objective(self.model, batch)

@@ -1,11 +1,10 @@
-"""Several passes over one micro-batch, carried out together.
+"""Several passes over one micro-batch, in one call of the encoder and one of the decoder.
 
-A pass is one run of the decoder over the batch's targets. Regularisers ask for further ones: the same pair once more,
-or the same target with another source. All sources are encoded in one call and all passes decoded in one call, as
-blocks of rows, so that many small runs become one large one; what a method draws at random still differs from pass to
-pass (:class:`~deepspeed_nmt.nn.layers.Draw`).
+A pass is one run of the decoder over the batch's targets. Regularizers request further passes: of the same pair, or
+of the same target with another source. All sources, and all passes, are blocks of rows of one larger batch. Random
+choices of a method still differ from pass to pass (:class:`~deepspeed_nmt.nn.layers.Draw`).
 
-A likelihood may also ask for several exits. Encoder exits become blocks of rows, too, so that each decoder layer runs
+A likelihood may also request several exits. Encoder exits are blocks of rows too, so that each decoder layer runs
 once for all of them.
 
 Legend: B sentences, S source length, T target length, D model width.
@@ -22,53 +21,62 @@ from deepspeed_nmt.nn.layers import Draw
 
 
 class Passes:
-    """The passes wanted of a micro-batch: at first only the ordinary one, number 0.
+    """The requested passes over a micro-batch. Initially there is one pass, number 0.
 
     Args:
-        model: what runs.
-        batch: the micro-batch.
+        model: model to run.
+        batch: micro-batch.
 
     Attributes:
-        encoder_exits, decoder_exits: stages wanted, from 1; every combination is computed. At first the top ones.
-        twin: a further pass over the batch's own pairs that predicts, too, or None.
-        divergence: weight of the divergence between the predictions of the first pass and the twin.
+        encoder_exits: requested stages of the encoder, counted from 1; initially the last. Every combination with
+            ``decoder_exits`` is computed.
+        decoder_exits: requested stages of the decoder, counted from 1; initially the last.
+        paired_pass: number of a second pass over the batch's own pairs, which the likelihood compares with pass 0;
+            None if there is none.
+        divergence: weight of the divergence between the predictions of pass 0 and of the paired pass.
     """
 
     def __init__(self, model: TranslationModel, batch: Batch) -> None:
         self.model = model
         self.batch = batch
         self.encoder_exits, self.decoder_exits = ([stage] for stage in model.stages)
-        self.twin: int | None = None
+        self.paired_pass: int | None = None
         self.divergence = 0.0
         self._sources_BS = [batch.source_BS]
         self._source_of_pass = [0]
 
     def add_source(self, source_BS: Tensor) -> int:
-        """Have another source encoded for the same targets, and return its number. Shape: (B,S), as the batch's."""
+        """Request that another source of the same targets be encoded, and return its number.
+
+        Shape: (B,S), as ``batch.source_BS``
+        """
         self._sources_BS.append(source_BS)
         return len(self._sources_BS) - 1
 
     def add_pass(self, source: int) -> int:
-        """Have the targets decoded once more, from source ``source``, and return the pass's number."""
+        """Request another pass over the targets, with source number ``source``, and return the number of the pass."""
         self._source_of_pass.append(source)
         return len(self._source_of_pass) - 1
 
     def run(self) -> list[dict[str, Tensor]]:
-        """Decoder states of each pass by the exit's name, the top also as TOP. Shape: -> (B,T,D) each"""
+        """Compute the decoder states of each pass, by the exit's name. The top exit is also contained as TOP.
+
+        Shape: -> (B,T,D) each
+        """
         batch, model = self.batch, self.model
         sources, passes, encoders = len(self._sources_BS), len(self._source_of_pass), len(self.encoder_exits)
         top = exit_name(*model.stages)
         if passes == len(self.decoder_exits) == encoders == 1:
-            found_once = model.read(batch)
+            found_once = model.single_pass(batch)
             return [{**found_once, top: found_once[TOP]}]
         rows = batch.source_BS.shape[0]
         memory = model.encode(torch.cat(self._sources_BS), batch.source_padded, self.encoder_exits)
-        # Blocks of rows: encoder exits outside, passes inside.
+        # Order of the blocks of rows: encoder exits, and within each the passes.
         blocks = [exit * sources + source for exit in range(encoders) for source in self._source_of_pass]
         if blocks != list(range(encoders * sources)):
             first_X = torch.tensor(blocks, device=batch.source_BS.device) * rows
             memory = memory.select((first_X.unsqueeze(1) + torch.arange(rows, device=first_X.device)).flatten())
-        draw = Draw(batch.seed, batch.update, tuple(range(passes)) * encoders)
+        draw = Draw(batch.update.seed, batch.update.number, tuple(range(passes)) * encoders)
         states = model.decode(batch.target_input_BT.repeat(len(blocks), 1), memory, draw, self.decoder_exits)
         found: list[dict[str, Tensor]] = [{} for _ in range(passes)]
         for decoder_exit, states_XTD in zip(self.decoder_exits, states, strict=True):

@@ -1,22 +1,27 @@
-"""What a model and an objective need to know of a vocabulary."""
+"""The part of a vocabulary that models, objectives and searches need."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+Side = Literal["source", "target"]
+SIDES: tuple[Side, Side] = ("source", "target")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The size of the target's vocabulary and the numbers of its special tokens.
+    """Size and special tokens of the target's vocabulary.
 
     Attributes:
-        size: V.
-        pad: fills up a batch's shorter rows; the same number on both sides.
-        bos: starts what a decoder reads.
-        eos: ends a sentence.
-        unk: stands for what the vocabulary lacks.
-        mask: stands for what is to be guessed; None where nothing ever is.
-        own_source: the source's vocabulary, where it has one of its own.
+        size: number of tokens, V.
+        pad: padding token, which has the same number on both sides.
+        bos: first token that a decoder reads.
+        eos: end-of-sentence token.
+        unk: token that replaces text missing from the vocabulary.
+        mask: token that replaces tokens to be guessed; None if the vocabulary has none.
+        own_source: the source's vocabulary; None if both sides share one.
     """
 
     size: int
@@ -27,7 +32,24 @@ class Vocabulary:
     mask: int | None = None
     own_source: Vocabulary | None = None
 
+    @classmethod
+    def of_bert(cls, size: int, special: Mapping[str, int]) -> Vocabulary:
+        """Return the vocabulary of a BERT, whose sentences begin with [CLS] and end with [SEP].
+
+        Args:
+            size: number of tokens.
+            special: special tokens by the names pad, cls, sep, unk and mask.
+        """
+        return cls(
+            size,
+            pad=special["pad"],
+            bos=special["cls"],
+            eos=special["sep"],
+            unk=special["unk"],
+            mask=special["mask"],
+        )
+
     @property
     def source(self) -> Vocabulary:
-        """The source's vocabulary, which is often the same."""
+        """The source's vocabulary, which is the same object if both sides share one."""
         return self.own_source or self

@@ -1,1 +1,1 @@
-"""Text to tokens to updates: cleaning, vocabulary, memory-mapped corpus, batch plan, loader."""
+"""Data: cleaning, tokenizers, memory-mapped corpus, batching, loader, data directories."""

@@ -1,41 +1,40 @@
-"""The vocabularies of two BERTs, one for each side, with their own tokenizers.
+"""Vocabularies of two BERTs, one for each side, with their own tokenizers.
 
-A sentence begins with [CLS] and ends with [SEP] on both sides: they are BOS and EOS. [PAD], [UNK] and [MASK] keep
-their meanings. What such a tokenizer does to text (lower case, accents, spaces around punctuation) cannot be undone,
-so references are put into the same form before they are compared with translations.
+On both sides a sentence begins with [CLS] and ends with [SEP], which are BOS and EOS. [PAD], [UNK] and [MASK] keep
+their meanings. Such a tokenizer normalises text irreversibly (lower case, accents, spaces around punctuation), so
+references are normalised too before they are compared with translations.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt import hub
-from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Side, Tokenizer
+from deepspeed_nmt import huggingface
+from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 
-SIDES: tuple[Side, Side] = ("source", "target")
 PREFIX = "hf:"
-"""Of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
+"""Prefix of ``prepare --tokenizer``: hf:BERT, or hf:BERT,BERT for source and target."""
 
 Contents = dict[Side, str]
 Special = dict[Side, dict[str, int]]
 
 
 class BertTokenizer(Tokenizer):
-    """Two BERTs' tokenizers.
+    """The tokenizers of two BERTs.
 
     Args:
-        contents: their JSON, as the library `tokenizers` reads it, by side.
-        special: numbers of their special tokens, by side and by :data:`deepspeed_nmt.hub.SPECIAL`.
+        contents: JSON of each side's tokenizer, in the format of the library `tokenizers`.
+        special: special tokens by side and by name in :data:`deepspeed_nmt.huggingface.SPECIAL`.
 
     Raises:
-        DataError: if they cannot be read, or the two have different padding tokens.
+        DataError: if a tokenizer cannot be read, or the two have different padding tokens.
         ConfigError: if `tokenizers` is not installed.
     """
 
@@ -44,16 +43,16 @@ class BertTokenizer(Tokenizer):
             import tokenizers
         except ImportError as error:
             raise ConfigError(
-                f"the vocabularies of BERTs need the package transformers, which is not installed; "
-                f"install it ({hub.EXTRA})"
+                "the package transformers must be installed to use the vocabularies of BERTs, but is not; install it "
+                f"({huggingface.EXTRA})"
             ) from error
         self._contents, self._special = contents, special
         try:
             self._sides = {side: tokenizers.Tokenizer.from_str(contents[side]) for side in SIDES}
-        except Exception as error:  # what the library raises has no class of its own
+        except Exception as error:  # the library raises no exception class of its own
             raise DataError(f"the vocabulary must be a tokenizer's JSON, but could not be read: {error}") from error
         for each in self._sides.values():
-            each.encode_special_tokens = True  # "[SEP]" in a text is text
+            each.encode_special_tokens = True  # "[SEP]" in a text stays text
             each.no_truncation()
             each.no_padding()
         source, target = (self._vocabulary(side) for side in SIDES)
@@ -67,28 +66,36 @@ class BertTokenizer(Tokenizer):
 
     @classmethod
     def from_berts(cls, names: str, option: str = "--tokenizer") -> BertTokenizer:
-        """Those of ``BERT`` for both sides, or of ``BERT,BERT`` for source and target.
+        """Load the tokenizers of pretrained models.
+
+        Args:
+            names: ``BERT`` for both sides, or ``BERT,BERT`` for source and target.
+            option: option that named them, for messages.
 
         Raises:
-            ConfigError: if one cannot be had.
+            ConfigError: if one cannot be loaded.
         """
         parts = [part.strip() for part in names.split(",")]
         if len(parts) > 2 or not all(parts):
             raise ConfigError(f"{option} must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {PREFIX}{names}")
-        loaded = [hub.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
+        loaded = [huggingface.load_vocabulary(part, option) for part in (parts[0], parts[-1])]
         contents: Contents = {side: each.content for side, each in zip(SIDES, loaded, strict=True)}
         special: Special = {side: each.special for side, each in zip(SIDES, loaded, strict=True)}
         return cls(contents, special)
 
     @classmethod
     def read(cls, path: Path, info: dict[str, Any]) -> BertTokenizer:
-        """Read the vocabularies of a directory whose INFO_FILE says ``info``.
+        """Read the vocabularies of a directory.
+
+        Args:
+            path: the directory.
+            info: content of its INFO_FILE.
 
         Raises:
             DataError: if they are missing or cannot be read.
         """
         try:
-            special: Special = {side: {name: int(info[side][name]) for name in hub.SPECIAL} for side in SIDES}
+            special: Special = {side: {name: int(info[side][name]) for name in huggingface.SPECIAL} for side in SIDES}
             contents: Contents = {side: (path / _file(side)).read_text(encoding="utf-8") for side in SIDES}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -97,14 +104,15 @@ class BertTokenizer(Tokenizer):
             ) from error
         return cls(contents, special)
 
-    def is_of(self, bert: hub.TokenizerFile, side: Side) -> bool:
-        """Whether a side's tokens are those of a BERT."""
+    def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
+        """Compare vocabulary and special tokens; see :meth:`Tokenizer.matches_bert`."""
         import tokenizers
 
-        theirs = tokenizers.Tokenizer.from_str(bert.content)
-        return self._special[side] == bert.special and self._sides[side].get_vocab() == theirs.get_vocab()
+        theirs = tokenizers.Tokenizer.from_str(tokenizer_json)
+        return self._special[side] == special and self._sides[side].get_vocab() == theirs.get_vocab()
 
     def files(self) -> dict[str, bytes]:
+        """Serialise both tokenizers; see :meth:`Tokenizer.files`."""
         info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
         texts = {_file(side): content for side, content in self._contents.items()}
         texts[INFO_FILE] = json.dumps(info, indent=2) + "\n"
@@ -112,10 +120,14 @@ class BertTokenizer(Tokenizer):
 
     @property
     def digest(self) -> str:
+        """SHA-256 of all files."""
         return hashlib.sha256(b"".join(content for _, content in sorted(self.files().items()))).hexdigest()
 
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
-        """As in :class:`Tokenizer`; a source begins with [CLS]. The library decides on threads."""
+        """Encode lines; see :meth:`Tokenizer.encode_batch`.
+
+        A source begins with [CLS]. The library decides on threads.
+        """
         encodings = self._sides[side].encode_batch(list(texts), add_special_tokens=False)
         tokens = [list(encoding.ids) for encoding in encodings]
         if side == "target":
@@ -124,6 +136,7 @@ class BertTokenizer(Tokenizer):
         return [[begin, *each] if each else [] for each in tokens]
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """Decode target tokens; see :meth:`Tokenizer.decode`."""
         vocabulary, target = self.vocabulary, self._sides["target"]
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
         numbers = [int(token) for token in tokens if int(token) not in silent]
@@ -131,7 +144,7 @@ class BertTokenizer(Tokenizer):
         return self._joined(pieces)
 
     def reference(self, text: str) -> str:
-        """In lower case if the tokenizer makes it so, with spaces where it puts them; no word is unknown here."""
+        """Normalise a reference as the tokenizer does: lower case and accents, and spaces between its words."""
         target = self._sides["target"]
         normal = text if target.normalizer is None else target.normalizer.normalize_str(text)
         if target.pre_tokenizer is None:
@@ -146,15 +159,7 @@ class BertTokenizer(Tokenizer):
         return text.replace(" ' ", "'")
 
     def _vocabulary(self, side: Side) -> Vocabulary:
-        special = self._special[side]
-        return Vocabulary(
-            size=self._sides[side].get_vocab_size(),
-            pad=special["pad"],
-            bos=special["cls"],
-            eos=special["sep"],
-            unk=special["unk"],
-            mask=special["mask"],
-        )
+        return Vocabulary.of_bert(self._sides[side].get_vocab_size(), self._special[side])
 
 
 def _file(side: Side) -> str:

@@ -1,11 +1,11 @@
-"""Removing the pairs that hurt training, one pair at a time, and counting why each one went.
+r"""Cleaning: removal of pairs that hurt training, with counts by reason.
 
-Text is read as bytes and cut at ``\\n`` only: U+2028, U+0085 and their like are characters inside a line, and
-cutting there (as text files do elsewhere) would shift every later line against its translation.
+Text is read as bytes and cut at ``\n`` only. Cutting at U+2028, U+0085 and similar characters, which occur inside
+lines, would shift every later line against its translation.
 
-Cleaning has two stages, because lengths are counted in tokens and the vocabulary is made from clean text:
-:meth:`PairCleaner.texts` looks at the text, :meth:`PairCleaner.fits` at token counts. A pair that has several faults
-is counted under the first, in the order of :class:`Reason`, where what the text shows comes first.
+Cleaning has two stages, because lengths are counted in tokens and the vocabulary is trained on clean text:
+:meth:`PairCleaner.texts` checks the text, :meth:`PairCleaner.fits` token counts. A pair with several faults is
+counted under the first of them in the order of :class:`Reason`, faults of the text first.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from deepspeed_nmt.registry import Config
 
 T = TypeVar("T")
 
-# C0 and C1 controls but for those that are white space (tab, line feed, \v, \f, \r, U+0085), DEL, and the mark that
-# other programs leave where they could not decode.
+# C0 and C1 controls except white space (tab, line feed, \v, \f, \r, U+0085), DEL, and the replacement character, by
+# which other programs replace bytes that they cannot decode.
 _BAD_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")
 _SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
 _DUPLICATE_CHUNK = 1 << 15
 
 
 class Reason(str, Enum):
-    """Why a pair was removed; the value is the key in ``meta.json``."""
+    """Reasons to remove a pair; the value is the key in ``meta.json``."""
 
     UNDECODABLE = "undecodable"
     BAD_CHARACTER = "bad_character"
@@ -49,7 +49,7 @@ class Reason(str, Enum):
 
 
 class CleaningConfig(Config):
-    """Which pairs stay. Lengths are tokens of the vocabulary, without the end-of-sentence token."""
+    """Criteria for keeping pairs. Lengths are tokens of the vocabulary, without EOS."""
 
     max_length: int = Field(default=250, ge=1)
     """Longest sentence on either side (tokens)."""
@@ -58,14 +58,14 @@ class CleaningConfig(Config):
     max_ratio: float = Field(default=3.0, ge=1.0)
     """Most tokens of the longer side per token of the shorter."""
     ratio_from: int = Field(default=10, ge=1)
-    """The ratio counts only where the longer side has more tokens than this: "Ja." may well be "That's true."."""
+    """The ratio is checked only if the longer side has more tokens: "Ja." may be translated as "That's true."."""
     keep_duplicates: bool = False
     """Keep every copy of a pair that occurs more than once."""
     remove_identical: bool = False
     """Remove pairs whose two sides are the same text: harmless names and numbers in small amounts."""
 
     def describe(self, reason: Reason) -> str:
-        """What a removal reason means under these settings, for the report."""
+        """Describe a reason under these settings, for the report."""
         return {
             Reason.UNDECODABLE: "not UTF-8",
             Reason.BAD_CHARACTER: "control characters or U+FFFD",
@@ -79,7 +79,7 @@ class CleaningConfig(Config):
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
-    """The lines of several files, one after another, without line ends (``\\n`` or ``\\r\\n``) and without a BOM."""
+    r"""Yield the lines of several files in turn, without line ends (``\n``, ``\r\n``) and byte order mark."""
     for path in paths:
         with path.open("rb") as file:
             for number, line in enumerate(file):
@@ -89,28 +89,28 @@ def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
 
 
 def segmented_words(text: str) -> list[str]:
-    """The tokens of already segmented text: ASCII white space separates, a no-break space belongs to its token."""
+    """Split already segmented text at ASCII white space; a no-break space belongs to its token."""
     return _SEGMENTED_WORD.findall(text)
 
 
 def normalise_whitespace(text: str, segmented: bool = False) -> str:
-    """``text`` with single spaces between words and none around; raw text may have any Unicode white space."""
+    """Put single spaces between words and none around them; raw text may have any Unicode white space."""
     return " ".join(segmented_words(text) if segmented else text.split())
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of ``size`` successive items; the last may be shorter."""
+    """Yield lists of ``size`` successive items; the last may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 
 
 class PairCleaner:
-    """Filters pairs and counts what it removes. Memory: 8 bytes a pair, for recognising duplicates.
+    """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
 
     Args:
-        config: which pairs stay.
-        segmented: the text is already segmented, its tokens separated by ASCII spaces.
+        config: criteria for keeping pairs.
+        segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
 
     Attributes:
         read: pairs seen so far.
@@ -126,11 +126,11 @@ class PairCleaner:
 
     @property
     def kept(self) -> int:
-        """Pairs that passed every check made so far."""
+        """Number of pairs that passed every check made so far."""
         return self.read - self.removed.total()
 
     def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-        """The pairs whose text is sound, decoded and with white space normalised, in their order."""
+        """Yield the pairs with acceptable text, decoded and with normalised white space, in their order."""
         sound = self._sound(lines)
         if self.config.keep_duplicates:
             yield from sound
@@ -141,7 +141,15 @@ class PairCleaner:
             yield from compress(chunk, new)
 
     def fits(self, source_lengths: Sequence[int], target_lengths: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """*Shape:* (N) for N pairs' lengths in tokens: which of them have allowed lengths; counts the others."""
+        """Find the pairs with allowed lengths, and count the others as removed.
+
+        Args:
+            source_lengths: source lengths in tokens. Shape: (N,)
+            target_lengths: target lengths in tokens. Shape: (N,)
+
+        Returns:
+            True for pairs to keep. Shape: (N,)
+        """
         lengths = np.array([source_lengths, target_lengths], dtype=np.int64).reshape(2, -1)
         shorter, longer = lengths.min(axis=0), lengths.max(axis=0)
         config = self.config
@@ -177,29 +185,33 @@ class PairCleaner:
             return Reason.EMPTY
         if self.config.remove_identical and source == target:
             return Reason.IDENTICAL
-        # A word has at least one token, so these need not wait for the vocabulary, nor spoil it.
+        # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
             return Reason.TOO_LONG
         return source, target
 
 
 def _pair_hash(pair: tuple[str, str]) -> int:
-    """64 bits: among 20 million pairs, the chance that any two different ones collide is about 1 in 100,000."""
+    """Hash a pair to 64 bits: among 20 million pairs, any two collide with a probability of 1 in 100,000."""
     return int.from_bytes(hashlib.blake2b("\n".join(pair).encode("utf-8"), digest_size=8).digest(), "little")
 
 
 class _SeenHashes:
-    """A set of 64-bit numbers in 8 bytes each, where a Python set takes about 80.
+    """A set of 64-bit numbers in 8 bytes each; a Python set takes about 80.
 
-    Sorted runs, each more than twice as long as the next: adding merges runs of like size, so every number is moved
-    only a logarithmic number of times.
+    It consists of sorted runs, each more than twice as long as the next. Adding merges runs of similar size, so every
+    number is moved only a logarithmic number of times.
     """
 
     def __init__(self) -> None:
         self._runs: list[npt.NDArray[np.uint64]] = []
 
     def add(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """*Shape:* (N) -> (N). Add all; true where a number is neither in the set nor earlier in ``hashes``."""
+        """Add all numbers.
+
+        Returns:
+            True for numbers that are neither in the set nor earlier in ``hashes``. Shape: (N,) -> (N,)
+        """
         unique, first = np.unique(hashes, return_index=True)
         fresh = np.ones(len(unique), dtype=np.bool_)
         for run in self._runs:

@@ -1,8 +1,10 @@
-"""Token numbers of sentence pairs on disk, mapped into memory: opening is instant and processes share the pages.
+"""Token numbers of sentence pairs in memory-mapped files.
 
-A split (``train``, ``valid``) has four raw little-endian files, two a side:
-``<split>.<side>.<uint16|int32>.bin``, all sentences' tokens one after another without begin and end tokens, and
-``<split>.<side>.offsets.bin``, int64, where each sentence begins, and as last number where the last one ends.
+Opening them is instant, and processes share the pages. A split (``train``, ``valid``) has two raw little-endian files
+for each side:
+
+- ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
+- ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _OFFSET = np.dtype("<i8")
 
 
 class SideStats(Config):
-    """One side of a split, counted in tokens without begin and end."""
+    """Statistics of one side of a split, in tokens without BOS and EOS."""
 
     tokens: int
     unknown: int
@@ -35,7 +37,7 @@ class SideStats(Config):
 
 
 class SplitStats(Config):
-    """What a split holds."""
+    """Statistics of a split."""
 
     pairs: int
     source: SideStats
@@ -46,7 +48,7 @@ class Corpus:
     """Sentence pairs in the order of the text.
 
     Args:
-        directory: where the files are.
+        directory: directory of the files.
         split: ``train`` or ``valid``.
 
     Raises:
@@ -58,7 +60,7 @@ class Corpus:
         self._target = _Side(directory, f"{split}.target")
         if len(self._source) != len(self._target):
             raise DataError(
-                f"{directory}: both sides of '{split}' must have as many sentences, but the source has "
+                f"both sides of '{split}' in {directory} must have the same number of sentences, but the source has "
                 f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
             )
 
@@ -66,26 +68,26 @@ class Corpus:
         return len(self._source)
 
     def source(self, index: int) -> npt.NDArray[np.integer]:
-        """*Shape:* (S-1). The source tokens of one pair, without end token; a read-only view of the file."""
+        """Return the source tokens of one pair, without EOS, as a read-only view of the file. Shape: -> (S-1,)."""
         return self._source[index]
 
     def target(self, index: int) -> npt.NDArray[np.integer]:
-        """*Shape:* (T-1). The target tokens of one pair, without end token; a read-only view of the file."""
+        """Return the target tokens of one pair, without EOS, as a read-only view of the file. Shape: -> (T-1,)."""
         return self._target[index]
 
     @property
     def source_lengths(self) -> npt.NDArray[np.int32]:
-        """*Shape:* (N). Source lengths in tokens, counting the end token that a batch adds."""
+        """Source lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._source.lengths
 
     @property
     def target_lengths(self) -> npt.NDArray[np.int32]:
-        """*Shape:* (N). Target lengths in tokens, counting the end token that a batch adds."""
+        """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
 
 
 class _Side:
-    """One side of a split, read."""
+    """Reader of one side of a split."""
 
     def __init__(self, directory: Path, stem: str) -> None:
         offsets_path = directory / f"{stem}.offsets.bin"
@@ -101,7 +103,7 @@ class _Side:
         expected = int(self._offsets[-1]) if len(self._offsets) else -1
         if len(self._tokens) != expected:
             raise DataError(
-                f"{tokens_path} must hold the {max(expected, 0)} tokens that {offsets_path.name} tells of, but holds "
+                f"{tokens_path} must hold {max(expected, 0)} tokens according to {offsets_path.name}, but holds "
                 f"{len(self._tokens)}; it was damaged: run `prepare` again"
             )
 
@@ -127,20 +129,20 @@ def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
             f"{path} must be a whole number of {dtype.itemsize}-byte numbers, but has {size} bytes; it was damaged: "
             "run `prepare` again"
         )
-    if size == 0:  # which cannot be mapped
+    if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    # As a plain array, slices take a third of a memmap's time.
+    # Slicing a plain array takes a third of the time of slicing a memmap.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 class CorpusWriter:
-    """Appends pairs to a new split; use it in a ``with`` statement. Memory: that of one call's pairs.
+    """Writer of a new split, for use in a ``with`` statement. It holds the pairs of one call in memory.
 
     Args:
-        directory: where the files go.
+        directory: directory of the files.
         split: ``train`` or ``valid``.
-        vocab_size: tokens of the larger vocabulary: under 65,536 a token takes two bytes, otherwise four.
-        unknown: the tokens that stand for what source and target vocabulary lack; they are counted.
+        vocab_size: tokens of the larger vocabulary: below 65,536 a token takes two bytes, otherwise four.
+        unknown: unknown tokens of source and target, which are counted.
     """
 
     def __init__(self, directory: Path, split: str, vocab_size: int, unknown: tuple[int, int] = (UNK, UNK)) -> None:
@@ -149,14 +151,14 @@ class CorpusWriter:
         self._target = _SideWriter(directory, f"{split}.target", dtype, unknown[1])
 
     def append(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-        """Add pairs of token numbers, without begin and end tokens."""
+        """Append pairs of token numbers, without BOS and EOS."""
         assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
         self._source.append(sources)
         self._target.append(targets)
 
     @property
     def stats(self) -> SplitStats:
-        """What was written so far."""
+        """Statistics of the pairs written so far."""
         return SplitStats(pairs=self._source.count, source=self._source.stats, target=self._target.stats)
 
     def __enter__(self) -> CorpusWriter:
@@ -170,7 +172,7 @@ class CorpusWriter:
 
 
 class _SideWriter:
-    """One side of a split, written."""
+    """Writer of one side of a split."""
 
     def __init__(self, directory: Path, stem: str, dtype: str, unk: int) -> None:
         self._dtype = _DTYPES[dtype]

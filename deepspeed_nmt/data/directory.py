@@ -1,16 +1,19 @@
-"""What `prepare` leaves behind: corpus, vocabulary and raw text, and ``meta.json``, which vouches for them."""
+"""Data directories: corpus, vocabulary and raw text, and ``meta.json``, which records hashes of them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
-from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import sha256_of
 from deepspeed_nmt.registry import Config
@@ -27,7 +30,7 @@ class FileRecord(Config):
 
 
 class InputRecord(Config):
-    """A file that the directory was made from."""
+    """An input file of `prepare`."""
 
     path: str
     bytes: int
@@ -39,17 +42,17 @@ class Meta(Config):
     """The content of ``meta.json``.
 
     Attributes:
-        format: changes when older directories can no longer be read.
-        version: of the program that made the directory.
-        options: what decides the content, besides the inputs; equal options and inputs give equal data.
-        inputs: the files read, by ``<split>.<side>``, in order.
-        segmented: the text is already segmented in the ``@@ `` style.
-        vocabulary_size: tokens of the target's side, special ones among them.
-        source_vocabulary_size: of the source's side; older directories do not say, theirs is the same.
+        format: version of the format; it changes when older directories can no longer be read.
+        version: version of the program that made the directory.
+        options: options that decide the content; equal options and inputs give equal data.
+        inputs: input files by ``<split>.<side>``, in order.
+        segmented: True if the text is already segmented in the ``@@ `` style.
+        vocabulary_size: tokens of the target's side, including special ones.
+        source_vocabulary_size: tokens of the source's side; None in older directories, where both sides are equal.
         pairs_read: training pairs before cleaning.
-        removed: training pairs removed, by :class:`~deepspeed_nmt.data.clean.Reason`; every reason is listed.
-        splits: what ``train`` and ``valid`` hold; valid is not cleaned.
-        files: every file of the directory but ``meta.json``.
+        removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
+        splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        files: every file of the directory except ``meta.json``.
     """
 
     format: Literal[1]
@@ -65,8 +68,24 @@ class Meta(Config):
     files: dict[str, FileRecord]
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Open the vocabulary of a data or run directory.
+
+    Raises:
+        DataError: if it is missing or cannot be read.
+        ConfigError: if it needs a package that is not installed.
+    """
+    try:
+        info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        info = None
+    if isinstance(info, dict) and info.get("kind") == "bert":
+        return BertTokenizer.read(path, info)
+    return SentencePieceTokenizer.read(path)
+
+
 class DataDirectory:
-    """A directory that `prepare` has made; get one with :meth:`open`."""
+    """A directory made by `prepare`; see :meth:`open`."""
 
     def __init__(self, path: Path, meta: Meta) -> None:
         self.path = path
@@ -74,7 +93,7 @@ class DataDirectory:
 
     @classmethod
     def open(cls, path: Path) -> DataDirectory:
-        """Read ``meta.json`` and check that all its files are there with the right sizes. Does not read the files.
+        """Open a directory: read ``meta.json`` and check the sizes of all files, without reading them.
 
         Raises:
             DataError: if the directory is missing, incomplete, or was changed.
@@ -98,7 +117,7 @@ class DataDirectory:
 
     @property
     def fingerprint(self) -> str:
-        """One SHA-256 (hexadecimal) of vocabulary and corpus: equal fingerprints train equal models."""
+        """SHA-256 (hexadecimal) of vocabulary and corpus: equal fingerprints train equal models."""
         digest = hashlib.sha256()
         for name, record in sorted(self.meta.files.items()):
             if name.endswith(".bin") or name.startswith("vocabulary."):
@@ -107,19 +126,19 @@ class DataDirectory:
 
     @property
     def has_test(self) -> bool:
-        """Whether raw test text was given to `prepare`."""
+        """True if raw test text was given to `prepare`."""
         return "test.source" in self.meta.files
 
     def tokenizer(self) -> Tokenizer:
-        """The vocabulary."""
-        return Tokenizer.from_directory(self.path)
+        """Open the vocabulary."""
+        return open_tokenizer(self.path)
 
     def corpus(self, split: str) -> Corpus:
-        """The token numbers of ``train`` or ``valid``."""
+        """Open the token numbers of ``train`` or ``valid``."""
         return Corpus(self.path, split)
 
     def text(self, split: str, side: str) -> Path:
-        """The raw text, untouched, of ``valid`` or ``test`` and its ``source`` or ``target``.
+        """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.
 
         Raises:
             DataError: if `prepare` was given no such text.
@@ -132,10 +151,10 @@ class DataDirectory:
         return self.path / name
 
     def verify_hashes(self) -> None:
-        """Read every file and compare its SHA-256 with ``meta.json``: seconds per gigabyte.
+        """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
 
         Raises:
-            DataError: naming each file that is missing or was changed.
+            DataError: if files are missing or were changed, all of them at once.
         """
         self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record))
 
@@ -145,8 +164,8 @@ class DataDirectory:
         ]
         if problems:
             raise DataError(
-                f"{self.path} must be as `prepare` left it, but {'; '.join(problems)}. "
-                "Restore it, or run `prepare` again with --overwrite"
+                f"{self.path} must be as `prepare` left it, but {'; '.join(problems)}; "
+                "restore it, or run `prepare` again with --overwrite"
             )
 
     def _size_problem(self, name: str, record: FileRecord) -> str | None:

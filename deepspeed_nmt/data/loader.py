@@ -1,4 +1,4 @@
-"""From a corpus and a plan to micro-batches on a rank, prepared in the background.
+"""Micro-batches of one rank, made from a corpus and the updates of its epochs, and prepared in the background.
 
 Legend: B sentences, S source length, T target length.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.plan import (
+from deepspeed_nmt.data.batching import (
     BatchConfig,
-    EpochPlan,
+    EpochUpdates,
     Indices,
     check_lengths,
     cut_update,
+    epoch_updates,
     largest_micro_batch,
-    plan_epoch,
 )
+from deepspeed_nmt.data.corpus import Corpus
 
 T = TypeVar("T")
 
@@ -35,25 +35,25 @@ class Cursor:
     """A position in the data: the next update to make.
 
     Attributes:
-        epoch: from 0.
-        update: index within the epoch, from 0.
+        epoch: number of the epoch, from 0.
+        update: index of the update within the epoch, from 0.
     """
 
     epoch: int = 0
     update: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Update:
-    """One update's share of one rank.
+    """One rank's part of an update.
 
     Attributes:
-        number: of the update in the run, from 1.
-        micro_batches: of this rank; every rank has equally many.
-        target_tokens: of the whole update, over all ranks.
+        number: number of the update in the run, from 1.
+        micro_batches: micro-batches of this rank; every rank has equally many.
+        target_tokens: target tokens of the whole update, over all ranks.
         padded_positions: source and target positions of this rank's micro-batches, padding included.
         real_positions: the same without padding.
-        after: where the data continues.
+        after: position of the next update in the data.
     """
 
     number: int
@@ -68,27 +68,35 @@ def collate(
     corpus: Corpus,
     indices: Indices,
     vocabulary: Vocabulary,
-    *,
+    update: UpdateInfo | None = None,
     source_indices: Indices | None = None,
-    seed: int = 0,
-    update: int = 0,
-    micro: int = 0,
-    update_tokens: int = 0,
-    update_sentences: int = 0,
 ) -> Batch:
-    """Pad some sentence pairs into a batch. Without any, make the smallest batch that a model can run: its source is
-    one end-of-sentence token, its target only padding, so it weighs nothing.
+    """Pad sentence pairs into a batch.
+
+    No pairs give the smallest batch that a model can run: its source is one end-of-sentence token and its target only
+    padding, so it weighs nothing.
 
     Args:
-        source_indices: where the sources come from, if not from the same pairs.
-        seed, update, micro, update_tokens, update_sentences: see :class:`Batch`.
+        corpus: sentence pairs to choose from.
+        indices: chosen pairs. Shape: (B,)
+        vocabulary: special tokens of both sides.
+        update: the update that the batch belongs to; needed in training.
+        source_indices: pairs that the sources come from, if not the same ones. Shape: (B,)
     """
-    place = (vocabulary.pad, seed, update, micro, update_tokens, update_sentences)
+    update = update or UpdateInfo()
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
     if len(indices) == 0:
-        eos_11 = torch.full((1, 1), source_eos)
         pad_11 = torch.full((1, 1), pad)
-        return Batch(eos_11, pad_11, pad_11, torch.tensor([-1]), 0, 0, *place)
+        return Batch(
+            source_BS=torch.full((1, 1), source_eos),
+            target_input_BT=pad_11,
+            target_output_BT=pad_11,
+            sentence_ids_B=torch.tensor([-1]),
+            source_tokens=0,
+            target_tokens=0,
+            pad=pad,
+            update=update,
+        )
     sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
     targets = [corpus.target(int(i)) for i in indices]
     rows, s_max, t_max = len(indices), max(map(len, sources)) + 1, max(map(len, targets)) + 1
@@ -103,13 +111,14 @@ def collate(
         output_BT[row, : len(target)] = target
         output_BT[row, len(target)] = eos
     return Batch(
-        torch.from_numpy(source_BS),
-        torch.from_numpy(input_BT),
-        torch.from_numpy(output_BT),
-        torch.from_numpy(indices.copy()),
-        sum(map(len, targets)) + rows,
-        sum(map(len, sources)) + rows,
-        *place,
+        source_BS=torch.from_numpy(source_BS),
+        target_input_BT=torch.from_numpy(input_BT),
+        target_output_BT=torch.from_numpy(output_BT),
+        sentence_ids_B=torch.from_numpy(indices.copy()),
+        source_tokens=sum(map(len, sources)) + rows,
+        target_tokens=sum(map(len, targets)) + rows,
+        pad=pad,
+        update=update,
     )
 
 
@@ -117,11 +126,12 @@ class TrainLoader:
     """All updates of a run from a given position on, epoch after epoch, without end.
 
     Args:
-        corpus: the training corpus.
+        corpus: training corpus.
         config: batch sizes.
-        seed: of the run.
-        rank, ranks: this process among the data-parallel ones.
-        vocabulary: its special tokens.
+        seed: seed of the run.
+        rank: this process's number among the data-parallel ranks.
+        ranks: number of data-parallel ranks.
+        vocabulary: special tokens of both sides.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
@@ -139,64 +149,51 @@ class TrainLoader:
         self.vocabulary = vocabulary
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
-        """Updates from ``start`` on, the first of which is the run's update ``number``."""
+        """Yield updates from ``start`` on, the first of which is the run's update ``number``."""
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
         epoch, index = start.epoch, start.update
         while True:
-            plan = self._plan(epoch)
-            while index < len(plan):
-                sentences = plan[index]
+            updates = self._epoch(epoch)
+            while index < len(updates):
+                sentences = updates[index]
                 cut = cut_update(sentences, source, target, self.ranks, self.config)
                 index += 1
-                after = Cursor(epoch, index) if index < len(plan) else Cursor(epoch + 1, 0)
-                yield self._assemble(cut[self.rank], len(sentences), int(target[sentences].sum()), number, after)
+                after = Cursor(epoch, index) if index < len(updates) else Cursor(epoch + 1, 0)
+                yield self._assemble(cut[self.rank], self._info(sentences, number), after)
                 number += 1
             epoch, index = epoch + 1, 0
 
     def updates_per_epoch(self) -> int:
-        """Updates in the first epoch; others differ by one at most, since grains are not all of one size."""
-        return len(self._plan(0))
+        """Count the updates of the first epoch; others differ by one at most, since grains differ in size."""
+        return len(self._epoch(0))
 
     def largest(self) -> Batch:
-        """The largest micro-batch that can be expected, the same on every rank. As part of update 0, which does not
-        exist, it has every term of an objective: all are due in a multiple of any number.
+        """Collate the largest micro-batch that can be expected, the same on every rank.
+
+        It belongs to update 0, which is never trained. An objective computes all its regularizers in it, since 0 is a
+        multiple of any number.
         """
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
-        indices = largest_micro_batch(self._plan(0), source, target, self.ranks, self.config)
-        tokens = int(target[indices].sum())
-        return collate(
-            self.corpus,
-            indices,
-            self.vocabulary,
-            seed=self.seed,
-            update_tokens=tokens,
-            update_sentences=len(indices),
-        )
+        indices = largest_micro_batch(self._epoch(0), source, target, self.ranks, self.config)
+        return collate(self.corpus, indices, self.vocabulary, self._info(indices, 0))
 
-    def _plan(self, epoch: int) -> EpochPlan:
+    def _epoch(self, epoch: int) -> EpochUpdates:
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
-        return plan_epoch(source, target, self.seed, epoch, self.config.update_tokens)
+        return epoch_updates(source, target, self.seed, epoch, self.config.update_tokens)
 
-    def _assemble(
-        self, groups: list[Indices], sentences: int, target_tokens: int, number: int, after: Cursor
-    ) -> Update:
+    def _info(self, sentences: Indices, number: int) -> UpdateInfo:
+        tokens = int(self.corpus.target_lengths[sentences].sum())
+        return UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(sentences))
+
+    def _assemble(self, groups: list[Indices], info: UpdateInfo, after: Cursor) -> Update:
         batches = [
-            collate(
-                self.corpus,
-                group,
-                self.vocabulary,
-                seed=self.seed,
-                update=number,
-                micro=micro,
-                update_tokens=target_tokens,
-                update_sentences=sentences,
-            )
-            for micro, group in enumerate(groups)
+            collate(self.corpus, group, self.vocabulary, replace(info, micro_batch=micro_batch))
+            for micro_batch, group in enumerate(groups)
         ]
         return Update(
-            number=number,
+            number=info.number,
             micro_batches=batches,
-            target_tokens=target_tokens,
+            target_tokens=info.tokens,
             padded_positions=sum(b.source_BS.numel() + b.target_input_BT.numel() for b in batches),
             real_positions=sum(b.source_tokens + b.target_tokens for b in batches),
             after=after,
@@ -204,11 +201,13 @@ class TrainLoader:
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterator in a thread, a few items ahead. An exception there is raised here, in its place.
+    """An iterator that runs in a thread, a few items ahead.
+
+    Exceptions of the thread are raised by :meth:`next`, in their place.
 
     Args:
-        items: what to run ahead of.
-        depth: items to hold ready.
+        items: items to prepare.
+        depth: number of items to hold ready.
     """
 
     def __init__(self, items: Iterator[T], depth: int = 4) -> None:
@@ -218,10 +217,10 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """The next item, waiting for it if need be.
+        """Return the next item, waiting for it if necessary.
 
         Raises:
-            StopIteration: when the iterator has ended.
+            StopIteration: if the iterator has ended.
         """
         item, error = self._queue.get()
         if error is not None:
@@ -231,7 +230,7 @@ class Prefetcher(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stop the thread; what it had ready is dropped."""
+        """Stop the thread and drop the items that are ready."""
         self._stop.set()
         while self._thread.is_alive():
             try:
@@ -246,7 +245,7 @@ class Prefetcher(Generic[T]):
                     return
                 self._put((item, None))
             self._put((None, None))
-        except BaseException as error:  # handed to the consumer, who can act on it
+        except BaseException as error:  # handed to the consumer, which can act on it
             self._put((None, error))
 
     def _put(self, entry: tuple[T | None, BaseException | None]) -> None:

@@ -1,12 +1,11 @@
-"""From text files to a data directory: check, clean, make the vocabulary, encode, vouch for the result.
+"""Preparation of a data directory: check, clean, train the vocabulary, encode, record hashes.
 
-The text is read three times (checking, cleaning, encoding) and never held: memory is what the vocabulary's sample
-takes, plus 8 bytes a pair. Everything happens in a hidden directory beside the result, which is renamed at the end.
+The text is read three times (checking, cleaning, encoding) and never held in memory, which holds the vocabulary's
+sample and 8 bytes for each pair. Files are written into a hidden directory beside the result, renamed at the end.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,22 +23,33 @@ from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
 from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
-from deepspeed_nmt.data.directory import FORMAT, META_FILE, DataDirectory, FileRecord, InputRecord, Meta
-from deepspeed_nmt.data.tokenizer import Tokenizer, train_bpe, train_words
+from deepspeed_nmt.data.directory import (
+    FORMAT,
+    META_FILE,
+    DataDirectory,
+    FileRecord,
+    InputRecord,
+    Meta,
+    open_tokenizer,
+)
+from deepspeed_nmt.data.inputs import Paths, inspect_inputs
+from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
+from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, check_text, sha256_of, sync_directory
+from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
 from deepspeed_nmt.registry import Config
 
 DEFAULT_VOCAB_SIZE = 8000
 SAMPLE_PAIRS = 1_000_000
-"""Pairs that a BPE vocabulary is made of when there are more: two million lines."""
+"""Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
 _BATCH_PAIRS = 10_000
-_BLOCK_BYTES = 1 << 20
-Paths = tuple[Path, ...]
 
 
 class PrepareOptions(Config):
-    """What to prepare. Several files of one kind are read one after another, each aligned with its other side's."""
+    """Options of `prepare`.
+
+    Several files of one kind are read one after another, each aligned with its other side.
+    """
 
     train_source: Paths = Field(min_length=1)
     train_target: Paths = Field(min_length=1)
@@ -49,18 +59,18 @@ class PrepareOptions(Config):
     test_target: Paths = ()
     out: Path
     vocab_size: int | None = Field(default=None, gt=4)
-    """Tokens; None means 8000, and for segmented text all its tokens."""
+    """Number of tokens; None means 8000, or all tokens of segmented text."""
     vocab_from: Path | None = None
-    """A directory whose vocabulary is taken instead of making one."""
+    """Directory whose vocabulary is used instead of a new one."""
     tokenizer: str | None = None
-    """hf:BERT or hf:BERT,BERT: the vocabularies of BERTs are taken instead of making one."""
+    """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
     segmented: bool = False
-    """The text is already segmented in the ``@@ `` style: its tokens are taken as they are."""
+    """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
     character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
     """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
     cleaning: CleaningConfig = CleaningConfig()
     seed: int = 1
-    """Chooses the sample that the vocabulary is made of."""
+    """Seed of the sample that the vocabulary is trained on."""
     threads: int = Field(default=1, ge=1)
     overwrite: bool = False
 
@@ -88,15 +98,15 @@ class PrepareOptions(Config):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits there is text for."""
+        """Splits with text."""
         return ("train", "valid", "test") if self.test_source else ("train", "valid")
 
     def paths(self, split: str) -> tuple[Paths, Paths]:
-        """The source and the target files of a split."""
+        """Return the source and the target files of a split."""
         return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
 
     def recorded(self, vocabulary: Tokenizer | None) -> dict[str, Any]:
-        """What decides the result, besides the content of the text; ``vocabulary`` is the one given, if any."""
+        """Collect the options that decide the result, besides the text; ``vocabulary`` is the given one, if any."""
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         if vocabulary is not None:
             return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
@@ -105,18 +115,19 @@ class PrepareOptions(Config):
 
 
 def prepare(options: PrepareOptions) -> Meta:
-    """Make a data directory, or find that it is there already. A failed run leaves nothing behind.
+    """Make a data directory, unless the same one exists already. A failed call leaves nothing behind.
 
     Returns:
-        what the directory holds.
+        The content of the directory's ``meta.json``.
 
     Raises:
-        DataError: for files that are missing or not aligned, no pairs left after cleaning, a vocabulary that the text
-            does not support or that does not fit the options, another directory in the way, or a full disk.
+        DataError: if files are missing or not aligned, no pairs are left after cleaning, the text does not support
+            the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
+            full.
     """
     out = options.out.resolve()  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
-    inputs = _inspect_inputs(options)
+    inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
     given = _given_vocabulary(options)
     recorded = options.recorded(given)
     if (out / META_FILE).exists() and not options.overwrite:
@@ -128,8 +139,8 @@ def prepare(options: PrepareOptions) -> Meta:
         _rename(staging, out)
     except OSError as error:
         raise DataError(
-            f"{out} could not be written ({error}) and nothing was left of it; mend that (is the disk full?), or "
-            "choose another --out"
+            f"--out must be writable, but {out} could not be written ({error}), and nothing is left of it; free disk "
+            "space, or choose another --out"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -153,7 +164,8 @@ def _fill(
             target_file.write(target.encode() + b"\n")
     if cleaner.read != pairs:
         raise DataError(
-            f"the training text must not change while it is read, but {pairs} lines became {cleaner.read}"
+            f"the training text must not change while it is read, but {pairs} lines became {cleaner.read}; run "
+            "`prepare` again"
         )
     _check_some_left(cleaner)
 
@@ -203,7 +215,7 @@ def _fill(
 
 
 def _pairs(sources: Sequence[Path], targets: Sequence[Path]) -> Iterator[tuple[bytes, bytes]]:
-    return zip(read_lines(sources), read_lines(targets), strict=False)  # _inspect_inputs found them to be aligned
+    return zip(read_lines(sources), read_lines(targets), strict=False)  # inspect_inputs checked that they are aligned
 
 
 def _lenient(line: bytes, segmented: bool) -> str:
@@ -211,6 +223,7 @@ def _lenient(line: bytes, segmented: bool) -> str:
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
+    """Train the vocabulary on the clean text in ``files``, or on a sample of it."""
     if options.segmented:
         lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=2 * pairs))
         return train_words(lines, options.vocab_size)
@@ -219,7 +232,7 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
         chosen[:] = False
         chosen[np.random.default_rng(options.seed).choice(pairs, SAMPLE_PAIRS, replace=False, shuffle=False)] = True
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
-    logger.info("vocabulary: making %s tokens from %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
+    logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
     lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
     return train_bpe(lines, size, options.character_coverage)
 
@@ -246,7 +259,7 @@ def _encode(
 
 
 def _copy(paths: Sequence[Path], destination: Path) -> None:
-    """One file stays as it is, byte for byte; of several, those that lack their last line end get one."""
+    """Concatenate files byte for byte, adding the last line end between files where it is missing."""
     with destination.open("wb") as file:
         for number, path in enumerate(paths):
             with path.open("rb") as part:
@@ -272,61 +285,12 @@ def _check_some_left(cleaner: PairCleaner) -> None:
         )
 
 
-def _inspect_inputs(options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
-    """Hash and count all input files, and see that they are there and aligned; reports all problems at once."""
-    sides = {
-        f"{split}.{side}": paths
-        for split in options.splits
-        for side, paths in zip(("source", "target"), options.paths(split), strict=True)
-    }
-    missing = [path for paths in sides.values() for path in paths if not path.is_file()]
-    if missing:
-        raise DataError(
-            "every input must be an existing text file, but "
-            + "; ".join(f"{path} {'is not a file' if path.exists() else 'does not exist'}" for path in missing)
-            + "; check the paths"
-        )
-    work = [(name, path) for name, paths in sides.items() for path in paths]
-    records: dict[str, list[InputRecord]] = {name: [] for name in sides}
-    for name, path in progress(work, "checking", "files", total=len(work)):
-        records[name].append(_inspect(path))
-    unaligned = [
-        f"{source.path} has {source.lines} lines and {target.path} has {target.lines}"
-        for split in options.splits
-        for source, target in zip(records[f"{split}.source"], records[f"{split}.target"], strict=True)
-        if source.lines != target.lines
-    ]
-    if unaligned:
-        raise DataError(
-            f"source and target must have as many lines, but {'; '.join(unaligned)}; find where one lost or "
-            "gained lines (only \\n ends a line here)"
-        )
-    return {name: tuple(found) for name, found in records.items()}
-
-
-def _inspect(path: Path) -> InputRecord:
-    check_text(path)
-    digest = hashlib.sha256()
-    size = lines = 0
-    last = b"\n"
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                size += len(block)
-                lines += block.count(b"\n")
-                last = block[-1:]
-    except OSError as error:
-        raise DataError(f"{path} must be readable, but is not ({error.strerror or error})") from error
-    return InputRecord(path=str(path), bytes=size, lines=lines + (last != b"\n"), sha256=digest.hexdigest())
-
-
 def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
     if options.tokenizer is not None:
         return BertTokenizer.from_berts(options.tokenizer.removeprefix(PREFIX))
     if options.vocab_from is None:
         return None
-    tokenizer = Tokenizer.from_directory(options.vocab_from)
+    tokenizer = open_tokenizer(options.vocab_from)
     if tokenizer.segmented != options.segmented:
         wanted, actual = ("segmented", "raw") if options.segmented else ("raw", "segmented")
         raise DataError(
@@ -342,7 +306,7 @@ def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:
-    """Nothing but a data directory is ever replaced: `--out ~ --overwrite` must not cost a home."""
+    """Refuse to replace anything but a data directory: `--out ~ --overwrite` must not delete a home directory."""
     if not out.exists() or ((out / META_FILE).is_file() and not overwrite):
         return
     if not out.is_dir():
@@ -361,6 +325,11 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
 
 
 def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple[InputRecord, ...]]) -> Meta:
+    """Open an existing data directory if it was made from the same text with the same options.
+
+    Raises:
+        DataError: if it was not.
+    """
     meta = DataDirectory.open(out).meta
     differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
     for name in sorted({*inputs, *meta.inputs}):
@@ -369,15 +338,15 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
             differing.append(f"{name} text")
     if differing:
         raise DataError(
-            f"{out} holds data made otherwise ({', '.join(differing)} differ), and is not replaced by accident; "
-            "give --overwrite to replace it, or another --out"
+            f"--out must be new or hold data of the same text and options, but {out} differs in "
+            f"{', '.join(differing)}; give --overwrite to replace it, or choose another --out"
         )
     logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
     return meta
 
 
 def _rename(staging: Path, out: Path) -> None:
-    """Put the finished directory in its place; what was there goes only when the new one stands."""
+    """Rename the finished directory to ``out``, and delete an older one only after that."""
     old = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
     sync_directory(staging)
     if out.exists():

@@ -1,4 +1,4 @@
-"""Updates under DeepSpeed, ZeRO 0 to 3. The only file that imports deepspeed."""
+"""Updates under DeepSpeed with ZeRO 0 to 3. No other file imports deepspeed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
@@ -30,10 +31,12 @@ from deepspeed_nmt.engine.base import (
     MOMENTS,
     Engine,
     EngineScalars,
+    OnMicroBatch,
     ParameterState,
     SavedState,
     UpdateResult,
     add_sums,
+    ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
@@ -43,14 +46,14 @@ from deepspeed_nmt.parallel.world import World
 
 
 class DeepSpeedEngine(Engine):
-    """Drives a DeepSpeed engine with varying numbers of micro-batches per update.
+    """Engine over a DeepSpeed engine, with a varying number of micro-batches per update.
 
     Args:
-        module: model and objective, weights loaded.
+        module: model and objective with their weights loaded.
         optimizer: torch's Adam over the module's parameters.
         ds_config: DeepSpeed's configuration, completed by :func:`complete_ds_config`.
-        world: the ranks, connected.
-        dummy: a batch of no weight, for creating the optimizer's state on resume.
+        world: the ranks.
+        dummy: a batch without target tokens, which creates the optimizer's state on resume.
     """
 
     def __init__(
@@ -62,20 +65,20 @@ class DeepSpeedEngine(Engine):
         dummy: Batch,
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
-        # DeepSpeed calls collectives by names that newer torch renames, once per message.
+        # DeepSpeed uses old names of torch's collectives, and torch warns at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         if world.device.type == "cpu":
-            # Shared-memory collectives would be compiled here, which needs a compiler and can leave a stale lock.
+            # DeepSpeed would compile shared-memory collectives, which needs a compiler and can leave a stale lock.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
             if ds_config["fp16"]["enabled"]:
-                # The CPU computes fp16, slowly; DeepSpeed says no. Small tests of the fp16 logic need it.
+                # The CPU supports fp16, slowly, although DeepSpeed denies it. Tests of the fp16 logic need it.
                 deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         self.device = world.device
         self._world = world
         self._dummy = dummy
         self._stage = zero_stage(ds_config)
         self._clip_norm = float(ds_config["gradient_clipping"])
-        # What is never trained stays as it is, also where DeepSpeed narrows it to 16 bit or divides it.
+        # Frozen weights are saved from this copy: DeepSpeed casts them to 16 bit, or partitions them.
         self._frozen = {
             name: parameter.detach().float().cpu().clone()
             for name, parameter in module.model.named_parameters()
@@ -93,21 +96,28 @@ class DeepSpeedEngine(Engine):
         self._stepped = False
         scaler = self._scaler()
         if scaler is not None:
-            scaler.raise_error_at_min_scale = False  # How long a run may go on like that is not DeepSpeed's to say.
+            scaler.raise_error_at_min_scale = False  # the training loop limits the number of skipped updates
 
+    @override
     def update(
-        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain)
+        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain, on_micro_batch)
         self._stepped = self._stepped or not result.skipped
         return result
 
+    @override
     def probe(self, batch: Batch) -> None:
         scaler = self._scaler()
         scaling = {} if scaler is None else dict(vars(scaler))
-        self._run([self._dummy], 0.0, 0.0)  # creates Adam's moments, which take their place, too
-        self._run([batch, batch], 0.0, 0.0)  # the second time beside the gradients of the first
+        self._run([self._dummy], 0.0, 0.0)  # allocates Adam's moments
+        self._run([batch, batch], 0.0, 0.0)  # the second one runs while the gradients of the first are held
         for state in self._inner().state.values():
             for which in MOMENTS:
                 state[which].zero_()
@@ -115,7 +125,15 @@ class DeepSpeedEngine(Engine):
         if scaler is not None:
             vars(scaler).update(scaling)
 
-    def _run(self, micro_batches: Sequence[Batch], factor: float, lr: float, explain: bool = False) -> UpdateResult:
+    def _run(
+        self,
+        micro_batches: Sequence[Batch],
+        factor: float,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
+    ) -> UpdateResult:
+        """Carry out one update with the loss multiplied by ``factor``; see :meth:`Engine.update`."""
         self._engine.train()
         for group in self._zero.param_groups:
             group["lr"] = lr
@@ -124,16 +142,15 @@ class DeepSpeedEngine(Engine):
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
         for index, batch in enumerate(micro_batches):
-            if self.watch is not None:
-                self.watch(index)
+            on_micro_batch(index)
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             seed_dropout(batch, self._world.data_rank)
             output = self._engine(batch.to(self.device))
             self._engine.backward(output.loss * factor)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
             if last and self._stage == 0:
-                # Stage 0 neither reports the norm nor looks for NaN.
+                # Stage 0 does not report the norm, and does not check for NaN.
                 touched = [p for p in self._named.values() if p.grad is not None]
                 gradients = [p.grad for p in touched if p.grad is not None]
                 norm = float(total_norm(touched, gradients, self._world))
@@ -146,17 +163,19 @@ class DeepSpeedEngine(Engine):
                     for group in self._zero.param_groups:
                         group["lr"] = 0.0
             elif last and explain:
-                # The step will show whether it is skipped, but then the gradients are gone.
+                # DeepSpeed skips the step inside step(), which also frees the gradients.
                 culprits = not_finite({name: self._local_gradient(p) for name, p in self._named.items()})
             self._engine.step()
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else ())
 
+    @override
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self._named.items():
             yield ParameterState(name, self._weight(name, parameter))
 
+    @override
     def state(self) -> Iterator[ParameterState]:
         for name, parameter in self._named.items():
             moments = {}
@@ -169,6 +188,7 @@ class DeepSpeedEngine(Engine):
                     moments[which] = self._whole(moment.detach().view(self._shape(parameter)), parameter)
             yield ParameterState(name, self._weight(name, parameter), moments)
 
+    @override
     def scalars(self) -> EngineScalars:
         steps = [int(state["step"]) for state in self._inner().state.values() if "step" in state]
         scaler = self._scaler()
@@ -177,14 +197,15 @@ class DeepSpeedEngine(Engine):
             good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
         return EngineScalars(max(steps, default=0) if self._stepped else 0, self._loss_scale(), good)
 
+    @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
-        # One update that changes nothing (no weight, no learning rate) creates the optimizer's state in its layout.
+        # An update with loss and learning rate 0 creates the optimizer's state in its layout, and changes no weight.
         self._run([self._dummy], 0.0, 0.0)
         for name, parameter in self._named.items():
             if not parameter.requires_grad:
                 continue
             if self._stage > 0:
-                # The optimizer's fp32 copy was made from the weights after they had been narrowed to 16 bit.
+                # The optimizer copied its fp32 weights from the model's after they had been cast to 16 bit.
                 self._put(scatter(saved.weight(name), parameter), parameter)
             for which in MOMENTS:
                 moment = scatter(saved.moment(name, which), parameter).contiguous()
@@ -201,7 +222,7 @@ class DeepSpeedEngine(Engine):
         self._stepped = True
 
     def _put(self, value: Tensor, parameter: nn.Parameter, which: str | None = None) -> None:
-        """Have the optimizer go on with a weight, or with one of its moments."""
+        """Write a parameter's fp32 weight, or its moment ``which``, into the optimizer."""
         value = value.to(self.device)
         if self._stage < 3:
             if which is None:
@@ -209,7 +230,7 @@ class DeepSpeedEngine(Engine):
             else:
                 safe_set_full_optimizer_state(parameter, value, which)
             return
-        # Not by DeepSpeed's accessor for whole parameters: it fails where the ranks do not divide their size.
+        # DeepSpeed's accessor for whole parameters fails if the ranks do not divide their size.
         size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         padded = F.pad(value.flatten(), (0, size * self._world.data_ranks - value.numel()))
         part = padded.narrow(0, size * self._world.data_rank, size)
@@ -218,15 +239,17 @@ class DeepSpeedEngine(Engine):
         else:
             safe_set_local_optimizer_state(parameter, part, which)
 
+    @override
     def close(self) -> None:
         self._engine.destroy()
 
     def _inner(self) -> torch.optim.Optimizer:
-        """torch's optimizer inside ZeRO's."""
+        """Return torch's optimizer, which ZeRO's optimizer wraps."""
         inner: torch.optim.Optimizer = self._zero if self._stage == 0 else self._zero.optimizer
         return inner
 
     def _set_optimizer_step(self, step: int) -> None:
+        """Set the number of steps that Adam has taken."""
         for state in self._inner().state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(step)
@@ -234,39 +257,41 @@ class DeepSpeedEngine(Engine):
                 state["step"] = step
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What this rank holds of a gradient between the backward pass and the step of ZeRO 1 to 3; None if nothing.
+        """Return this rank's part of a gradient after the backward pass of ZeRO 1 to 3; None if it holds no part.
 
-        DeepSpeed can also put the whole together, but then all ranks must ask, and whether it asks the others at all
-        depends on what a rank holds.
+        DeepSpeed's accessor for whole gradients is a collective, but a rank enters it only if it holds a part.
         """
         if not parameter.requires_grad or parameter.grad is not None:
             return parameter.grad
         if self._stage == 3:
             gradient: Tensor | None = safe_get_local_grad(parameter)
             return gradient
-        mapping: Any = getattr(parameter, "_hp_mapping", None)  # where its part lies, in ZeRO 1 and 2
+        mapping: Any = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2 record there where the part is
         if mapping is None:
             return None
         gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
         return gradient
 
     def _scaler(self) -> Any:
-        """DeepSpeed's dynamic loss scaler, or None."""
+        """Return DeepSpeed's dynamic loss scaler; None if the precision is not fp16."""
         scaler = getattr(self._zero, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def _loss_scale(self) -> float:
+        """Return the current factor on the loss."""
         return 1.0 if self._stage == 0 else float(self._zero.loss_scale)
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Return the shape of a parameter before ZeRO-3 partitioned it."""
         return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
     def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The whole fp32 weight of a parameter. All ranks must ask together."""
+        """Return the whole fp32 weight of a parameter, on the CPU. Collective: all ranks must call it."""
         if name in self._frozen:
             return self._whole(self._frozen[name].to(self.device), parameter).clone()
         whole = parameter if self._stage == 0 else safe_get_full_fp32_param(parameter)
         return self._whole(whole.detach().view(self._shape(parameter)), parameter).clone()
 
     def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Gather a parameter or a moment of it over tensor-parallel ranks, as fp32 on the CPU."""
         return gather(tensor, parameter, self._world).float().cpu()

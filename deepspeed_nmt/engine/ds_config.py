@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON: found, checked, and completed with what this program decides.
+"""DeepSpeed's configuration: reading, checks, and completion with the settings of a run.
 
-The file stays what DeepSpeed's users know. Keys that the batch arithmetic, the optimizer settings or the precision
-own are "auto" (or absent) in it; a number there that says something else is an error, not a silent override.
+The JSON file has the format that DeepSpeed documents. Keys that the run's settings determine (batch sizes, clipping,
+precision) are "auto" or absent in it. A different value there is an error; it is never overridden silently.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt.engine.base import EngineConfig, Precision, uses_deepspeed
+from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_KNOWN = {
+_KNOWN_KEYS = {
     *_BATCH_KEYS,
     *("gradient_clipping", "fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "steps_per_print"),
     *("wall_clock_breakdown", "dump_state", "communication_data_type", "prescale_gradients", "aio", "comms_logger"),
@@ -24,18 +24,23 @@ _KNOWN = {
     *("disable_allgather", "activation_checkpointing", "tensorboard", "csv_monitor", "wandb", "checkpoint"),
     *("compile", "torch_autocast", "tensor_parallel", "elasticity", "autotuning", "data_efficiency"),
 }
-_OWNED_ELSEWHERE = {
+"""Top-level keys of DeepSpeed's configuration."""
+_FORBIDDEN_KEYS = {
     "optimizer": "the optimizer.* settings",
     "scheduler": "the schedule.* settings",
     "torch_autocast": "engine.precision (DeepSpeed's autocast is wrong with clipping)",
-    "activation_checkpointing": "the model (DeepSpeed's fails where layers share weights)",
+    "activation_checkpointing": "engine.recompute_* (DeepSpeed's fails if layers share weights)",
     "tensorboard": "this program's own TensorBoard log",
     "elasticity": "batch.update_tokens, which does not depend on the number of GPUs",
 }
+"""Keys that must be absent, and the settings that replace them."""
 
 
 def find_ds_config(name: str) -> Path:
-    """The file meant by ``engine.ds_config``: a path, or the name of one that comes with the program.
+    """Find the file that ``engine.ds_config`` names.
+
+    Args:
+        name: a path, or the name of a file in ds_configs/ without .json.
 
     Raises:
         ConfigError: if there is no such file.
@@ -53,10 +58,13 @@ def find_ds_config(name: str) -> Path:
 
 
 def load_ds_config(name: str) -> dict[str, Any]:
-    """Read the JSON meant by ``engine.ds_config``.
+    """Read the file that ``engine.ds_config`` names.
+
+    Args:
+        name: a path, or the name of a file in ds_configs/ without .json.
 
     Raises:
-        ConfigError: if it is missing or not a JSON object.
+        ConfigError: if the file is missing, or does not contain a JSON object.
     """
     path = find_ds_config(name)
     try:
@@ -64,15 +72,15 @@ def load_ds_config(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} must be DeepSpeed's JSON, but cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
+        raise ConfigError(f"{path} must contain a JSON object, but contains a {type(content).__name__}")
     return content
 
 
 def zero_stage(content: dict[str, Any]) -> int:
-    """The ZeRO stage a DeepSpeed configuration asks for.
+    """Return the ZeRO stage of a DeepSpeed configuration; 0 if it has none.
 
     Raises:
-        ConfigError: if it is not one that there is.
+        ConfigError: if the stage is not 0, 1, 2 or 3.
     """
     section = content.get("zero_optimization", {})
     if not isinstance(section, dict):
@@ -84,56 +92,62 @@ def zero_stage(content: dict[str, Any]) -> int:
 
 
 def wanted_precision(content: dict[str, Any], setting: str) -> str:
-    """Reconcile the JSON's fp16/bf16 with ``engine.precision``: "auto", "fp32", "bf16" or "fp16".
+    """Reconcile fp16 and bf16 of a DeepSpeed configuration with ``engine.precision``.
+
+    Args:
+        content: DeepSpeed's configuration.
+        setting: ``engine.precision``: "auto", "fp32", "bf16" or "fp16".
+
+    Returns:
+        The precision that both allow: "auto", "fp32", "bf16" or "fp16".
 
     Raises:
         ConfigError: if they contradict each other.
     """
     enabled = {kind: content.get(kind, {}).get("enabled", "auto") for kind in ("fp16", "bf16")}
-    says = [kind for kind, value in enabled.items() if value is True]
-    if len(says) == 2:
+    requested = [kind for kind, value in enabled.items() if value is True]
+    if len(requested) == 2:
         raise ConfigError("the DeepSpeed configuration enables both fp16 and bf16; enable one of them")
-    if says and setting not in ("auto", says[0]):
+    if requested and setting not in ("auto", requested[0]):
         raise ConfigError(
-            f"the DeepSpeed configuration enables {says[0]}, but engine.precision is {setting}; "
-            f'set "{says[0]}": {{"enabled": "auto"}} there, or engine.precision={says[0]}'
+            f"the DeepSpeed configuration enables {requested[0]}, but engine.precision is {setting}; "
+            f'set "{requested[0]}": {{"enabled": "auto"}} there, or engine.precision={requested[0]}'
         )
     if setting in enabled and enabled[setting] is False:
         raise ConfigError(
             f"engine.precision is {setting}, but the DeepSpeed configuration disables it; "
             f'set "{setting}": {{"enabled": "auto"}} there'
         )
-    return says[0] if says else setting
-
-
-def precision_asked_for(config: EngineConfig, ranks: int) -> str:
-    """The precision a run asks for, be it in its own settings or in DeepSpeed's: "auto", "fp32", "bf16" or "fp16".
-
-    Raises:
-        ConfigError: if the two contradict each other.
-    """
-    if not uses_deepspeed(config, ranks):
-        return config.precision
-    return wanted_precision(load_ds_config(config.ds_config), config.precision)
+    return requested[0] if requested else setting
 
 
 def complete_ds_config(
     content: dict[str, Any], *, ranks: int, clip_norm: float, precision: Precision
 ) -> dict[str, Any]:
-    """Put this program's decisions into a DeepSpeed configuration.
+    """Complete a DeepSpeed configuration with the settings of a run.
 
-    gradient_accumulation_steps is always 1: the number of micro-batches varies from update to update, and the
-    engine marks the last one itself.
+    gradient_accumulation_steps is always 1: the number of micro-batches varies from update to update, so the engine
+    sets the gradient accumulation boundary itself.
+
+    Args:
+        content: DeepSpeed's configuration; not changed.
+        ranks: data-parallel ranks.
+        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        precision: of the forward and backward pass.
+
+    Returns:
+        A complete copy of the configuration.
 
     Raises:
-        ConfigError: listing every key that contradicts the run's settings, and 16 bit without ZeRO.
+        ConfigError: for every key that is unknown or contradicts the run's settings, and for 16-bit precision with
+            ZeRO stage 0.
     """
     problems = []
     for key in content:
-        if key not in _KNOWN:
-            problems.append(f"DeepSpeed has no setting '{key}'{did_you_mean(key, _KNOWN)}")
-        elif key in _OWNED_ELSEWHERE:
-            problems.append(f"'{key}' must not be in the DeepSpeed configuration: {_OWNED_ELSEWHERE[key]} decides it")
+        if key not in _KNOWN_KEYS:
+            problems.append(f"DeepSpeed has no setting '{key}'{did_you_mean(key, _KNOWN_KEYS)}")
+        elif key in _FORBIDDEN_KEYS:
+            problems.append(f"'{key}' must not be in the DeepSpeed configuration: {_FORBIDDEN_KEYS[key]} decides it")
     owned: dict[str, tuple[Any, str]] = {
         "train_batch_size": (ranks, "batch.update_tokens"),
         "train_micro_batch_size_per_gpu": (1, "batch.micro_tokens"),
@@ -158,7 +172,7 @@ def complete_ds_config(
     if problems:
         raise ConfigError(problems)
     result.setdefault("steps_per_print", 10**9)
-    # torch's Adam is handed in, also where the optimizer is offloaded to the CPU.
+    # The engine passes torch's Adam, also if the optimizer is offloaded to the CPU.
     result["zero_force_ds_cpu_optimizer"] = False
     result["zero_allow_untested_optimizer"] = True
     return result

@@ -1,4 +1,4 @@
-"""Updates in plain torch: one process, or several that add up their gradients."""
+"""Updates in plain torch: one process, or data-parallel ranks that all-reduce their gradients."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
 from deepspeed_nmt.engine.base import (
-    DTYPES,
     MOMENTS,
     Engine,
     EngineScalars,
     LossScale,
+    OnMicroBatch,
     ParameterState,
-    Precision,
     SavedState,
     UpdateResult,
     add_sums,
+    ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
+from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
 class PlainEngine(Engine):
-    """Weights and Adam's state in fp32 on every rank; 16-bit precisions by autocast.
+    """Engine with fp32 weights and Adam state on every rank; 16-bit precisions by autocast.
 
     Args:
-        module: model and objective, weights loaded; moved to the world's device.
-        optimizer: over the module's parameters.
-        clip_norm: gradients are scaled down to this norm; 0 leaves them.
-        precision: of the forward and backward computation.
+        module: model and objective with their weights loaded; moved to the device of ``world``.
+        optimizer: torch's Adam over the module's parameters.
+        clip_norm: maximum norm of the gradient; 0 disables clipping.
+        precision: of the forward and backward pass.
         world: the ranks.
     """
 
@@ -58,16 +60,21 @@ class PlainEngine(Engine):
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
         self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
 
+    @override
     def update(
-        self, micro_batches: Sequence[Batch], target_tokens: int, lr: float, explain: bool = False
+        self,
+        micro_batches: Sequence[Batch],
+        target_tokens: int,
+        lr: float,
+        explain: bool = False,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
         for index, batch in enumerate(micro_batches):
-            if self.watch is not None:
-                self.watch(index)
+            on_micro_batch(index)
             output = self._backward(batch, scale / target_tokens)
-            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.terms})
+            add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
         gradients = self._gradients()
         all_reduce_in_buckets(gradients, self._world)
         norm = float(total_norm(list(self._named.values()), gradients, self._world)) / scale
@@ -86,26 +93,31 @@ class PlainEngine(Engine):
         self._scale.record(overflow=skipped)
         return UpdateResult(sums, norm, skipped, scale, culprits)
 
+    @override
     def probe(self, batch: Batch) -> None:
-        self._empty_step()  # Adam's moments and the gradients of earlier micro-batches take their place, too
+        self._empty_step()  # allocates Adam's moments, and gradients as of earlier micro-batches
         self._backward(batch, 0.0)
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
 
+    @override
     def parameters(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.model.named_parameters():
             yield ParameterState(name, self._whole(parameter.detach(), parameter))
 
+    @override
     def state(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.model.named_parameters():
             state = self._optimizer.state.get(parameter, {})
             moments = {which: self._whole(state[which], parameter) for which in MOMENTS if which in state}
             yield ParameterState(name, self._whole(parameter.detach(), parameter), moments)
 
+    @override
     def scalars(self) -> EngineScalars:
         steps = [int(state["step"]) for state in self._optimizer.state.values()]
         return EngineScalars(max(steps, default=0), self._scale.value, self._scale.good_updates)
 
+    @override
     def restore(self, saved: SavedState, scalars: EngineScalars) -> None:
         self._empty_step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -118,7 +130,7 @@ class PlainEngine(Engine):
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
 
     def _backward(self, batch: Batch, factor: float) -> LossOutput:
-        """Run a micro-batch and add the gradient of ``factor`` times its loss."""
+        """Run a micro-batch and accumulate the gradient of ``factor`` times its loss."""
         self.module.train()
         seed_dropout(batch, self._world.data_rank)
         with self._autocast():
@@ -127,9 +139,7 @@ class PlainEngine(Engine):
         return output
 
     def _empty_step(self) -> None:
-        """Have the optimizer create its state in its own shape, by a step that changes no weight. Gradients are zero
-        afterwards.
-        """
+        """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""
         for parameter in self._named.values():
             parameter.grad = torch.zeros_like(parameter)
         for group in self._optimizer.param_groups:
@@ -137,15 +147,17 @@ class PlainEngine(Engine):
         self._optimizer.step()
 
     def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Gather a parameter or a moment of it over tensor-parallel ranks, as fp32 on the CPU."""
         return gather(tensor, parameter, self._world).float().cpu()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which the forward pass has the engine's precision."""
         if self._precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[self._precision])
 
     def _gradients(self) -> list[Tensor]:
-        """Every parameter's gradient: zero, not None, where an update did not touch it, so that moments decay."""
+        """Return every parameter's gradient: zero, not None, if the update did not use it, so that moments decay."""
         gradients = []
         for parameter in self._named.values():
             if parameter.grad is None:

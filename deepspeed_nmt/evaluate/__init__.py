@@ -1,1 +1,1 @@
-"""Scores of translations."""
+"""Scores of translations, curves of runs, and pictures of both."""

@@ -1,9 +1,8 @@
-"""BLEU and chrF, computed by sacreBLEU and always accompanied by what makes them comparable: their signature.
+"""BLEU and chrF by sacreBLEU, with their signatures.
 
-Two kinds of BLEU are told apart. :func:`corpus_scores` is for plain text as a reader sees it; sacreBLEU tokenises it
-itself, so two papers' numbers with one signature can be compared. :func:`tokenised_bleu` is what the older papers'
-``multi-bleu.perl`` computes on text that somebody has tokenised before; it moves by a point and more with that
-tokeniser, so it stands under a label of its own.
+There are two kinds of BLEU. :func:`corpus_scores` scores plain text: sacreBLEU tokenises it, so scores with one
+signature are comparable. :func:`tokenised_bleu` computes the ``multi-bleu.perl`` score of older papers on text that
+is tokenised already. It varies by a point or more with the tokeniser, so its label differs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from deepspeed_nmt.errors import ConfigError, DataError, did_you_mean
 
 _RESAMPLES, _RESAMPLE_SEED = 1000, 12345
 
-# `@@` at the end of a line is left by a translation that was cut off in the middle of a word.
+# A translation that ends inside a word leaves `@@` at the end of its line.
 _SEGMENT_MARK = re.compile(r"@@(?: |$)")
 
 
 @dataclass(frozen=True)
 class BleuDetail:
-    """What a BLEU score is made of.
+    """Components of a BLEU score.
 
     Attributes:
         precisions: of 1-grams to 4-grams, in percent.
@@ -45,7 +44,7 @@ class BleuDetail:
 
     @classmethod
     def of(cls, score: BLEUScore) -> BleuDetail:
-        """The detail of a sacreBLEU result."""
+        """Return the components of a sacreBLEU result."""
         return cls(tuple(score.precisions), float(score.bp), int(score.sys_len), int(score.ref_len))
 
     def __str__(self) -> str:
@@ -58,7 +57,7 @@ class BleuDetail:
 
 @dataclass(frozen=True)
 class Scores:
-    """SacreBLEU and chrF of one system, each between 0 and 100, with the signatures to publish beside them."""
+    """sacreBLEU and chrF of one system (0 to 100), with the signatures to publish with them."""
 
     bleu: float
     bleu_detail: BleuDetail
@@ -69,7 +68,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class TokenisedBleu:
-    """BLEU (0 to 100) over tokens as they stand in the text. Never show it without its label."""
+    """BLEU (0 to 100) over the tokens of the text; always print it with its label."""
 
     label: ClassVar[str] = "tokenised BLEU (not comparable with sacreBLEU)"
 
@@ -80,12 +79,12 @@ class TokenisedBleu:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A system beside the first one, the baseline.
+    """Comparison of a system with the first one, the baseline.
 
     Attributes:
         difference: BLEU of the system minus BLEU of the baseline.
         p_value: probability of a difference this large if the two were equally good.
-        interval: in which 95% of the differences lie that other test sets of this kind would show.
+        interval: 95% confidence interval of the difference.
         signature: of the test, with its number of resamples and its seed.
     """
 
@@ -111,14 +110,14 @@ def corpus_scores(
         tokenize: sacreBLEU's name for the tokeniser it applies before BLEU; chrF needs none.
 
     Raises:
-        DataError: there is nothing to score, or a reference has another number of lines.
-        ConfigError: ``tokenize`` is not one of sacreBLEU's tokenisers.
+        DataError: if there is nothing to score, or a reference has another number of lines.
+        ConfigError: if ``tokenize`` is not one of sacreBLEU's tokenisers.
     """
     _check_aligned(hypotheses, references)
     if tokenize not in BLEU.TOKENIZERS:
         hint = did_you_mean(tokenize, BLEU.TOKENIZERS)
         raise ConfigError(f"`tokenize` must be one of sacreBLEU's tokenisers, but is '{tokenize}'{hint}")
-    # `force` silences sacreBLEU's own warning about tokenised input, which goes past our log; `score` has one.
+    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
     bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     chrf = CHRF(lowercase=lowercase)
     bleu_score = bleu.corpus_score(hypotheses, references)
@@ -143,7 +142,7 @@ def tokenised_bleu(
         lowercase: ignore case.
 
     Raises:
-        DataError: there is nothing to score, or a reference has another number of lines.
+        DataError: if there is nothing to score, or a reference has another number of lines.
     """
     _check_aligned(hypotheses, references)
     metric = _tokenised_metric(lowercase)
@@ -158,9 +157,9 @@ def paired_bootstrap(
     tokenised: bool = False,
     lowercase: bool = False,
 ) -> list[Comparison]:
-    """Test whether systems differ from the first one in BLEU by more than the choice of test sentences explains.
+    """Test the differences in BLEU between systems and the first one by paired bootstrap resampling.
 
-    Needs some 40 KB of memory per line: sacreBLEU draws its 1000 resamples all at once.
+    It takes about 40 KB of memory per line, because sacreBLEU draws all 1000 resamples at once.
 
     Args:
         systems: hypotheses of two or more systems; the first is the baseline.
@@ -172,7 +171,7 @@ def paired_bootstrap(
         One comparison for each system but the first.
 
     Raises:
-        DataError: there is nothing to score, or a system or a reference has another number of lines.
+        DataError: if there is nothing to score, or a system or a reference has another number of lines.
     """
     for hypotheses in systems:
         _check_aligned(hypotheses, references)
@@ -195,8 +194,10 @@ def paired_bootstrap(
 def _resampled_bleu(
     metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
-    """BLEU of test sets drawn from this one with replacement, the same draws for every system."""
-    metric.effective_order = True  # changes sentences' scores, which are not used; otherwise each is warned of
+    """Return the BLEU of resampled test sets; the draws are the same for every system."""
+    metric.effective_order = (
+        True  # prevents a warning for each sentence; the sentence scores that it changes are not used
+    )
     found = [
         metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
     ]
@@ -214,7 +215,7 @@ def _resampled_bleu(
 
 
 def sentence_bleu(hypothesis: str, reference: str) -> float:
-    """sacreBLEU of one sentence, smoothed exponentially: for comparing translations of that sentence."""
+    """Return the sacreBLEU of one sentence, smoothed exponentially, to compare translations of that sentence."""
     return float(BLEU(effective_order=True).sentence_score(hypothesis, [reference]).score)
 
 
@@ -224,20 +225,20 @@ def join_segments(line: str) -> str:
 
 
 def _tokenised_metric(lowercase: bool) -> BLEU:
-    """BLEU as multi-bleu defines it: no tokenisation, and 0 rather than smoothing when no n-gram matches."""
+    """Return BLEU as multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches."""
     return BLEU(lowercase=lowercase, tokenize="none", smooth_method="none", force=True)
 
 
 def _check_aligned(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    """Refuse what sacreBLEU would silently cut to the shortest list."""
+    """Check that all lists have one length; sacreBLEU would silently truncate them to the shortest."""
     if not hypotheses or not references:
         raise DataError(
-            f"Scoring needs at least one hypothesis and one reference, but has {len(hypotheses)} hypotheses "
-            f"and {len(references)} references; check the files given."
+            f"scoring needs at least one hypothesis and one reference, but has {len(hypotheses)} hypotheses "
+            f"and {len(references)} references; check the files"
         )
     for number, reference in enumerate(references, 1):
         if len(reference) != len(hypotheses):
             raise DataError(
-                f"Hypotheses and references must be aligned line by line, but there are {len(hypotheses):,} "
-                f"hypotheses and {len(reference):,} lines in reference {number}; give files of the same sentences."
+                f"hypotheses and references must be aligned line by line, but there are {len(hypotheses):,} "
+                f"hypotheses and {len(reference):,} lines in reference {number}; give files of the same sentences"
             )

@@ -1,4 +1,4 @@
-"""What runs have logged, as curves: read from ``metrics.jsonl``, drawn as a picture."""
+"""Curves of runs: read from ``metrics.jsonl``, drawn as a picture."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ TOKENS = "train/target_tokens"
 
 @dataclass(frozen=True)
 class Curve:
-    """A logged value over target tokens, in the order it was logged."""
+    """A logged value over target tokens, in the order of the log.
+
+    Attributes:
+        tokens: target tokens at each entry.
+        values: value at each entry.
+    """
 
     tokens: list[float]
     values: list[float]
 
     @property
     def last(self) -> float | None:
-        """The newest value."""
+        """Last value; None of an empty curve."""
         return self.values[-1] if self.values else None
 
 
 class RunCurves:
-    """The log of one run.
+    """Log of one run.
 
     Args:
-        path: the run directory.
+        path: run directory.
 
     Raises:
-        DataError: if there is no log, or nothing in it.
+        DataError: if there is no log, or it is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,22 +56,22 @@ class RunCurves:
 
     @property
     def updates(self) -> int:
-        """Updates made when the last entry was logged."""
+        """Number of updates at the last entry."""
         return int(self._entries[-1]["update"])
 
     @property
     def tokens(self) -> float:
-        """Target tokens seen when the last entry was logged."""
+        """Number of target tokens at the last entry."""
         return self._entries[-1][TOKENS]
 
     def curve(self, tag: str) -> Curve:
-        """All that was logged under a tag."""
+        """Return the values that were logged under a tag."""
         found = [(entry[TOKENS], entry[tag]) for entry in self._entries if tag in entry]
         return Curve([tokens for tokens, _ in found], [value for _, value in found])
 
 
 def _entry(line: bytes) -> dict[str, float]:
-    """The numbers of a line of the log by tag; none of a line that is not whole, as the last of a run that died."""
+    """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash."""
     try:
         content = json.loads(line.decode("utf-8"))
     except ValueError:
@@ -77,12 +82,12 @@ def _entry(line: bytes) -> dict[str, float]:
 
 
 def _is_placed(entry: Mapping[str, float]) -> bool:
-    """Whether an entry says when it was logged."""
+    """Return True if an entry records its update and target tokens."""
     return all(math.isfinite(entry.get(tag, math.nan)) for tag in ("update", TOKENS))
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """A short name for each run: the last part of its path, or as many as tell them apart."""
+    """Return a short name for each run: as many last parts of its path as make the names differ."""
     parts = [path.resolve().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
@@ -92,12 +97,12 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def draw(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: Path) -> None:
-    """Draw a panel for each tag, a line in it for each run.
+    """Draw a panel for each tag, with a line for each run.
 
     Args:
-        runs: by the name they are shown under.
-        panels: title by tag.
-        out: picture to write; its suffix says of what kind (png, svg, pdf).
+        runs: by name in the legend.
+        panels: titles by tag.
+        out: picture to write; its suffix is the format (png, svg, pdf).
     """
     import matplotlib
 

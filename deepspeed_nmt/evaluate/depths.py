@@ -1,20 +1,21 @@
-"""What a model of many exits is worth at each depth, which depth is enough, and which sentence needs which."""
+"""BLEU and time of a model at each depth: Pareto front, fastest sufficient depth, and oracle over depths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How one exit did.
+    """Result of one exit.
 
     Attributes:
-        encoder, decoder: n and m, stages of each side.
+        encoder: n, stages of the encoder.
+        decoder: m, stages of the decoder.
         bleu: of the whole file.
-        seconds: to translate it.
+        seconds: time to translate it.
     """
 
     encoder: int
@@ -24,12 +25,12 @@ class Depth:
 
     @property
     def name(self) -> str:
-        """n-m."""
+        """Name of the exit, n-m."""
         return f"{self.encoder}-{self.decoder}"
 
 
 def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
-    """The depths that no other beats in both BLEU and time, fastest first."""
+    """Return the depths that no other one beats in both BLEU and time, fastest first."""
     front: list[Depth] = []
     for depth in sorted(depths, key=lambda each: (each.seconds, -each.bleu)):
         if not front or depth.bleu > front[-1].bleu:
@@ -38,22 +39,45 @@ def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
 
 
 def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
-    """The fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
+    """Return the fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
     enough = [depth for depth in depths if depth.bleu >= depths[-1].bleu - max_loss]
     return min(enough, key=lambda each: each.seconds)
 
 
 def oracle(sentence_scores: Sequence[Sequence[float]]) -> list[int]:
-    """For each sentence the number of the depth that translates it best; of equals the first.
+    """Return for each sentence the index of the depth that translates it best, the first of equals.
 
-    Shape: depths x sentences
+    Shape: depths x sentences -> sentences
     """
     columns = zip(*sentence_scores, strict=True)
     return [max(range(len(column)), key=column.__getitem__) for column in columns]
 
 
+def depth_table(depths: Sequence[Depth], chosen: Mapping[str, int], result: Mapping[str, object]) -> str:
+    """Return the report for people.
+
+    Args:
+        depths: all depths.
+        chosen: number of sentences that each depth translates best, by name; empty without an oracle.
+        result: the report for programs.
+    """
+    lines = [f"{'n-m':>7}{'BLEU':>9}{'seconds':>10}{'  best for' if chosen else ''}".rstrip()]
+    for depth in depths:
+        best = f"{chosen[depth.name]:>10,}" if chosen else ""
+        lines.append(f"{depth.name:>7}{depth.bleu:>9.2f}{depth.seconds:>10.1f}{best}")
+    front = result["pareto_front"]
+    assert isinstance(front, list)
+    lines += ["", f"Pareto front: {', '.join(front)}"]
+    lines.append(f"fastest depth within {result['max_loss']} BLEU of the full depth: {result['cheapest']}")
+    if chosen:
+        picked = result["oracle"]
+        assert isinstance(picked, dict)
+        lines.append(f"BLEU with the best pair for each sentence: {picked['bleu']:.2f}")
+    return "\n".join(lines)
+
+
 def draw_depths(depths: Sequence[Depth], out: Path) -> None:
-    """A heat map of BLEU over n and m, and BLEU against time with the Pareto front."""
+    """Draw a heat map of BLEU over n and m, and BLEU against time with the Pareto front."""
     import matplotlib
 
     matplotlib.use("agg")

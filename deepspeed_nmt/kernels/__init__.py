@@ -1,1 +1,1 @@
-"""Fused operations: public functions with plain torch references."""
+"""Fused operations with several backends: torch references, Triton, apex, and the choice between them."""

@@ -1,6 +1,7 @@
-"""The operations that NVIDIA apex has compiled kernels for; taken only where its compiled parts are there.
+"""The operations for which NVIDIA apex has compiled kernels; used only where its extensions are installed.
 
-Its fused cross-entropy is left out: it knows neither a slice of the vocabulary nor a second prediction.
+Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`. apex's fused
+cross-entropy is not used: it supports neither a slice of the vocabulary nor a second prediction.
 """
 
 from __future__ import annotations
@@ -14,21 +15,26 @@ from torch import Tensor
 from deepspeed_nmt.kernels import torch_ops
 
 _LONGEST = 2048
-"""Keys that every version's softmax takes."""
+"""Keys that the softmax of every version of apex supports."""
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension."""
     fused = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-    with torch.autocast(x.device.type, enabled=False):  # it would narrow its result, which torch's does not
+    with torch.autocast(x.device.type, enabled=False):  # which would narrow apex's result, but not torch's
         normed: Tensor = fused(x, weight.to(x.dtype), bias.to(x.dtype), tuple(weight.shape), eps)
     return normed
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Turn scores into attention weights over the visible keys; zeros for a query that sees none.
+
+    Shapes that apex does not support fall back to torch.
+    """
     batch, heads, queries, keys = scores_BHTS.shape
-    # Rows come in blocks, which have to be full: of queries, or where it is causal of sentences and heads.
+    # Rows come in blocks that must be full: of queries, or for causal softmax of sentences and heads.
     in_blocks = batch * heads if causal else queries
-    fits = in_blocks % _rows_a_block(keys) == 0 and (queries == keys if causal else queries > 1)
+    fits = in_blocks % _rows_per_block(keys) == 0 and (queries == keys if causal else queries > 1)
     if scores_BHTS.dtype == torch.float32 or keys > _LONGEST or not fits:
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
     if causal:
@@ -37,15 +43,15 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
     if mask is None:
         mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=scores_BHTS.device)
     hidden = ~mask.expand(batch, 1, queries, keys) if mask.shape[1] == 1 else None
-    if hidden is None:  # its mask is the same for all heads
+    if hidden is None:  # apex takes one mask for all heads
         return torch_ops.softmax(scores_BHTS, mask, causal, scale)
     weights: Tensor = _Masked.apply(scores_BHTS.contiguous(), hidden.contiguous(), scale)  # type: ignore[no-untyped-call]
-    # What a query that sees nothing gets differs between versions.
+    # The weights of a query that sees nothing differ between versions of apex.
     return weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
 
 
-def _rows_a_block(keys: int) -> int:
-    """How many rows apex's kernels give to a block of 128 threads."""
+def _rows_per_block(keys: int) -> int:
+    """Return the rows that apex's kernels give to a block of 128 threads."""
     width = 1 << (keys - 1).bit_length()
     return 128 // min(width, 32) * (2 if width <= 128 else 1)
 
@@ -63,7 +69,7 @@ class _Masked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         extension = importlib.import_module("scaled_masked_softmax_cuda")
         (weights,) = ctx.saved_tensors
-        # It writes over the gradient that it is given.
+        # apex overwrites the gradient that it is given.
         return extension.backward(gradients[0].contiguous().clone(), weights, ctx.scale), None, None
 
 

@@ -1,4 +1,4 @@
-"""Projection to the vocabulary, softmax and loss in one operation that never holds all logits.
+"""Projection to the vocabulary, softmax and cross-entropy in one operation that never holds all logits.
 
 Legend: N rows (sentence positions), D model width, V vocabulary.
 """
@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_nmt.kernels.dispatch import implementation, kind_of
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows, VocabularySlice
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
-"""Logits held at once: what a CPU's last-level cache holds; on a GPU enough rows for products that keep it busy."""
+"""Bytes of logits held at once: what fits a CPU's last-level cache; enough rows to keep a GPU busy."""
 
 
-def chunk_rows(logits: int, x: Tensor) -> int:
-    """How many rows of so many logits (of all predictions together) are taken at once where ``x`` is."""
-    size = _CHUNK_BYTES.get(kind_of(x), _CHUNK_BYTES["cuda"])
+def chunk_rows(logits: int, x: Tensor, kernels: Kernels) -> int:
+    """Return the rows of a chunk, each of this many logits in all predictions together, on the device of ``x``."""
+    size = _CHUNK_BYTES.get(kernels.device_type(x), _CHUNK_BYTES["cuda"])
     return max(1, size // (logits * torch.promote_types(x.dtype, torch.float32).itemsize))
 
 
@@ -35,30 +35,42 @@ def projected_cross_entropy(
     row_weights_N: Tensor | None = None,
     vocabulary: VocabularySlice | None = None,
     bias: Tensor | None = None,
+    kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Label-smoothed cross-entropy of p = softmax(states weight^T + bias), summed over rows, whose logits
-    are never all held.
+    """Compute the label-smoothed cross-entropy of p = softmax(states weight^T + bias) without holding all logits.
 
-    With e = ``smoothing``, a row's loss is (1 - e) (-log p_target) + e/V sum_v (-log p_v); the second result is each
-    row's plain negative log-likelihood. Given two predictions p, q of the same targets, both results are their means,
-    and ``divergence_weight`` times the third, 1/2 [KL(p || q) + KL(q || p)], is part of the loss; given one, it is 0.
-    ``row_weights_N`` are factors on each row's part of the loss and of the divergence.
+    With e = ``smoothing``, the loss of a row is (1 - e) (-log p_target) + e/V sum_v (-log p_v). Of two predictions
+    p, q of the same targets it is the mean, and the divergence 1/2 [KL(p || q) + KL(q || p)], summed over rows and
+    times ``divergence_weight``, is added to the sum.
 
-    With ``vocabulary``, ``weight_VD`` and ``bias`` have only the rows of that slice. Ranks exchange a few numbers for
-    each row, and the gradient of the states; no rank ever holds a row of all logits. Results are those of the whole,
-    on every rank.
+    Rows are taken in chunks. The gradient of a chunk is computed while its logits are held, so the backward pass only
+    scales it.
 
-    Rows are taken in chunks; each chunk's gradient is formed while its logits are at hand, so the backward pass only
-    scales. Only the first result carries a gradient.
+    Args:
+        states: one or two predictions' states.
+        weight_VD: the output matrix.
+        targets_N: tokens to be predicted.
+        smoothing: e of the label smoothing.
+        ignore_index: target of the rows that do not count.
+        divergence_weight: factor on the divergence in the loss.
+        row_weights_N: factors on each row's loss and divergence.
+        vocabulary: the slice of the vocabulary whose rows ``weight_VD`` and ``bias`` are. Ranks then exchange a few
+            numbers for each row, and the gradient of the states; results are those of the whole vocabulary, on every
+            rank.
+        bias: added to the logits.
+        kernels: carry out the loss of a chunk.
 
-    Shape: one or two (N,D), (V,D), (N,), bias (V,) -> scalar, (N,), scalar, fp32 or wider; rows whose target is
-    ``ignore_index`` count zero.
+    Returns:
+        The loss summed over rows, each row's negative log-likelihood (the mean of two predictions), and the
+        divergence summed over rows, 0 for one prediction; in fp32 or wider. Only the loss carries a gradient.
+
+    Shape: one or two (N,D), (V,D), (N,), bias (V,) -> scalar, (N,), scalar
     """
     assert len(states) in (1, 2)
-    asked = _Asked(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary)
+    options = _Options(targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels)
     if not torch.is_grad_enabled():
-        return _in_chunks(states, weight_VD, bias, asked, with_gradient=False)[0]
-    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, bias, asked, *states)  # type: ignore[no-untyped-call]
+        return _in_chunks(states, weight_VD, bias, options, with_gradient=False)[0]
+    result: _Sums = _ProjectedCrossEntropy.apply(weight_VD, bias, options, *states)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -72,7 +84,7 @@ def projected_cross_entropy_ref(
     row_weights_N: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`projected_cross_entropy` computes, with all logits at once and torch's own functions."""
+    """Compute :func:`projected_cross_entropy` from all logits at once, with torch's own functions."""
     logits = [F.linear(x, weight_VD, bias) for x in states]
     logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
     options = {"ignore_index": ignore_index, "reduction": "none"}
@@ -93,8 +105,8 @@ def projected_cross_entropy_ref(
 _Sums = tuple[Tensor, Tensor, Tensor]
 
 
-class _Asked(NamedTuple):
-    """What :func:`projected_cross_entropy` is asked, by the same names."""
+class _Options(NamedTuple):
+    """Arguments of :func:`projected_cross_entropy` that carry no gradient, by the same names."""
 
     targets_N: Tensor
     smoothing: float
@@ -102,11 +114,16 @@ class _Asked(NamedTuple):
     divergence_weight: float
     row_weights_N: Tensor | None
     vocabulary: VocabularySlice | None
+    kernels: Kernels
 
 
 class _Gradients(NamedTuple):
-    """Of the loss: with respect to the states (N,D) each, the weight (V,D) and the bias (V,), these two in fp32 or
-    wider; those that are wanted.
+    """Gradients of the loss, those that are needed.
+
+    Attributes:
+        states: each (N,D), in the dtype of the states.
+        weight: (V,D), in fp32 or wider.
+        bias: (V,), in fp32 or wider.
     """
 
     states: list[Tensor]
@@ -115,10 +132,10 @@ class _Gradients(NamedTuple):
 
 
 def _in_chunks(
-    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None, asked: _Asked, with_gradient: bool
+    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None, options: _Options, with_gradient: bool
 ) -> tuple[_Sums, _Gradients]:
-    """The three results and, if asked, the gradients of the first."""
-    targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary = asked
+    """Compute the three results and, if requested, the gradients of the first."""
+    targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels = options
     of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
     states, weight_VD, bias_V = _narrowed(states, weight_VD, bias_V)
     rows, held = states[0].shape[0], weight_VD.shape[0]
@@ -129,11 +146,11 @@ def _in_chunks(
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
     d_bias = torch.zeros(held, dtype=accumulate, device=weight_VD.device) if of_bias else None
-    step = chunk_rows(held * len(states), states[0])
+    step = chunk_rows(held * len(states), states[0], kernels)
     for start in range(0, rows, step):
         chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
         counted = targets != ignore_index
-        # What each row's loss is multiplied with: nothing but its weight, unless it does not count.
+        # The factor on each row's loss: its weight, or 0 if it does not count.
         weights = counted.to(accumulate)
         if row_weights_N is not None:
             weights = weights * row_weights_N[start : start + step]
@@ -142,12 +159,12 @@ def _in_chunks(
         index = torch.where(here, local, 0)
         part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
         logits = [F.linear(x, weight_VD, bias_V) for x in chunks]
-        result: ChunkResult = implementation("cross_entropy", logits[0])(logits, part, with_gradient)
+        result: ChunkResult = kernels.implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
-        for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty if not asked for
+        for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty without gradients
             torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
@@ -166,7 +183,7 @@ def _in_chunks(
 def _narrowed(
     states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None
 ) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
-    """In the dtype that autocast has matrix products in: once, not for every chunk."""
+    """Convert to the dtype in which autocast multiplies matrices: once, not for every chunk."""
     kind = weight_VD.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return states, weight_VD, bias_V
@@ -176,8 +193,8 @@ def _narrowed(
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, asked: _Asked, *states: Tensor) -> _Sums:
-        sums, found = _in_chunks(states, weight_VD, bias_V, asked, with_gradient=True)
+    def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: _Options, *states: Tensor) -> _Sums:
+        sums, found = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
         ctx.save_for_backward(found.weight, found.bias, *found.states)
         ctx.dtypes = weight_VD.dtype, states[0].dtype
         ctx.mark_non_differentiable(*sums[1:])
@@ -187,6 +204,6 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_weight, d_bias, *d_states = ctx.saved_tensors
         scale, (output_dtype, dtype) = gradients[0], ctx.dtypes
-        # The scale goes in before they are narrowed: with fp16's loss scale it belongs to the range.
+        # Scaled before they are narrowed: fp16's loss scale brings them into its range.
         d_output = [None if x is None else (x * scale).to(output_dtype) for x in (d_weight, d_bias)]
         return *d_output, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)

@@ -1,4 +1,4 @@
-"""What the parts of the chunked cross-entropy tell each other.
+"""Types that the parts of the chunked cross-entropy exchange.
 
 Legend: N rows of a chunk, V tokens of the vocabulary that are held.
 """
@@ -11,34 +11,34 @@ from torch import Tensor
 
 
 class VocabularySlice(Protocol):
-    """Which rows of the output matrix a rank holds, and how ranks that hold the others are asked.
+    """The rows of the output matrix that a rank holds, and communication with the ranks that hold the others.
 
     Attributes:
-        start: number of the first token held.
-        size: V, of the whole vocabulary.
+        start: index of the first token held.
+        size: tokens of the whole vocabulary.
     """
 
     start: int
     size: int
 
     def sum(self, x: Tensor) -> None:
-        """Add ``x`` up over those ranks, in place."""
+        """Sum ``x`` over those ranks, in place."""
 
     def max(self, x: Tensor) -> None:
-        """The greatest over those ranks, in place."""
+        """Take the maximum of ``x`` over those ranks, in place."""
 
 
 class ChunkRows(NamedTuple):
-    """Some rows of predictions, and what is asked of them.
+    """Targets and options of a chunk of rows.
 
     Attributes:
-        index_N: place of each row's target among the tokens held; anything where it is not ``here``.
-        here_N: bool, whether the target is among them.
+        index_N: index of each row's target among the tokens held; any valid index where ``here_N`` is False.
+        here_N: bool, True where the target is among the tokens held.
         weights_N: factor on each row's gradient, 0 for rows that do not count.
         smoothing: e of the label smoothing.
         size: tokens of the whole vocabulary.
-        divergence_weight: of J in the gradient, with two predictions.
-        vocabulary: the slice that is held, or None for all.
+        divergence_weight: factor on the divergence in the gradient, for two predictions.
+        vocabulary: the slice that is held, or None for all of it.
     """
 
     index_N: Tensor
@@ -51,14 +51,14 @@ class ChunkRows(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What came of them.
+    """Losses and gradients of a chunk of rows.
 
     Attributes:
-        loss_N: label-smoothed loss, mean over the predictions, not weighted.
-        nll_N: negative log-likelihood, likewise.
-        divergence_N: J, not weighted, with two predictions.
+        loss_N: label-smoothed loss, mean over the predictions, without weights.
+        nll_N: negative log-likelihood, mean over the predictions, without weights.
+        divergence_N: symmetric KL divergence between two predictions, without weights; None for one.
         gradients: of the weighted sum of losses and divergences with respect to each prediction's logits (N,V), in
-            their dtype; possibly in their place. Empty if not asked for.
+            their dtype and possibly their memory; empty unless requested.
     """
 
     loss_N: Tensor

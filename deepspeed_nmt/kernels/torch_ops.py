@@ -1,6 +1,7 @@
-"""The operations in plain torch: what all other backends are compared with, and what runs on a CPU.
+"""The operations in plain torch: the reference for all other backends, and the backend of a CPU.
 
-See :mod:`deepspeed_nmt.kernels.ops` for what they compute and for the shapes.
+Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`; outside training ``p``
+is 0.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
+    """Compute alpha residual + dropout(x + bias)."""
     x = _plus(x, bias)
     if p > 0.0 and alpha == 1.0 and not _has_fast_dropout(x) and x.dtype == residual.dtype:
         return torch.addcmul(residual, x, _mask(x, p))
@@ -36,10 +39,12 @@ def bias_dropout_add_layer_norm(
     alpha: float,
     eps: float,
 ) -> Tensor:
+    """Compute layer_norm(alpha residual + dropout(x + bias))."""
     return layer_norm(bias_dropout_add(x, bias, residual, p, alpha), weight, norm_bias, eps)
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    """Compute dropout(max(0, x + bias))."""
     x = _plus(x, bias)
     if p > 0.0:
         return _ReluDropout.apply(x, p)  # type: ignore[no-any-return,no-untyped-call]
@@ -47,22 +52,24 @@ def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    """Compute dropout(gelu(x + bias))."""
     return dropout(F.gelu(_plus(x, bias)), p)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    """With the bias, in the dtype of ``x``: under autocast that is the narrower one."""
+    """Add the bias in the dtype of ``x``, which under autocast is the narrower one."""
     return x if bias is None else x + bias.to(x.dtype)
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Turn scores into attention weights over the visible keys; zeros for a query that sees none."""
     if causal:
         queries, keys = scores_BHTS.shape[-2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_BHTS.device).tril(keys - queries)
     if mask is None:
         return torch.softmax(scores_BHTS * scale, dim=-1)
-    # Not -inf: a query that sees nothing has weights, which are then taken away. Not the lowest number either: with a
-    # score added to it, it would be.
+    # Not -inf, which would make the weights of a query that sees nothing NaN; they are set to zero below. Not the
+    # lowest number either, which could become -inf when a score is added.
     lowest = torch.finfo(scores_BHTS.dtype).min / 2
     hidden = torch.zeros(mask.shape, dtype=scores_BHTS.dtype, device=mask.device).masked_fill_(~mask, lowest)
     weights_BHTS = torch.softmax(torch.add(hidden, scores_BHTS, alpha=scale), dim=-1)
@@ -73,7 +80,7 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Dropout in training."""
+    """Zero each element with probability ``p`` and scale the others by 1 / (1 - p)."""
     if p == 0.0:
         return x
     if _has_fast_dropout(x):
@@ -83,16 +90,19 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def _has_fast_dropout(x: Tensor) -> bool:
-    """Whether torch's dropout is good where ``x`` is. On the meta device ours keeps as much, and draws nothing."""
+    """Return True if torch's dropout is fast on the device of ``x``.
+
+    On the meta device ours keeps as much memory as on a CPU.
+    """
     return x.device.type not in ("cpu", "meta")
 
 
 def _mask(x: Tensor, p: float) -> Tensor:
-    """Zeros, and 1 / (1 - p) where an element of ``x`` is kept.
+    """Draw a dropout mask: 0 for a dropped element of ``x``, 1 / (1 - p) for a kept one.
 
-    On a CPU, drawing a random number per element is a seventh of a training step. Here one hashed counter
+    On a CPU, one random number for each element takes a seventh of a training step. Here one hashed counter
     (SplitMix64, Steele et al. 2014) decides four elements, at a resolution of 2^-16 in ``p``; the scale uses the
-    probability that is really applied. The mask is of the dtype of ``x``: products with other types are far slower.
+    rounded probability. The mask has the dtype of ``x``: products of different dtypes are far slower.
     """
     dropped = round(p * 65536)
     bits = torch.arange((x.numel() + 3) // 4, device=x.device)
@@ -107,7 +117,7 @@ def _mask(x: Tensor, p: float) -> Tensor:
 
 
 class _ReluDropout(torch.autograd.Function):
-    """ReLU and dropout, of which only the result is kept: where that is 0, no gradient passes."""
+    """ReLU and dropout. Only the result is kept for the backward pass: where it is 0, no gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -125,6 +135,10 @@ class _ReluDropout(torch.autograd.Function):
 
 
 def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
+    """Compute the losses of a chunk of rows and, if requested, the gradients of the logits.
+
+    Shape: one or two (N,V) -> (N,) each, gradients (N,V)
+    """
     accumulate = torch.promote_types(logits[0].dtype, torch.float32)
     share = 1.0 / len(logits)
     log_ps, losses, nlls = [], [], []
@@ -159,7 +173,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
 
 
 def _log_softmax(logits_NV: Tensor, rows: ChunkRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the tokens held, -log p of the targets, and the sum of all log-probabilities of a row.
+    """Compute the log-probabilities of the tokens held, -log p of the targets, and each row's sum over all tokens.
 
     Shape: (N,V) -> (N,V), (N,), (N,)
     """
@@ -180,7 +194,7 @@ def _log_softmax(logits_NV: Tensor, rows: ChunkRows) -> tuple[Tensor, Tensor, Te
 def _divergence(
     log_p_NV: Tensor, log_q_NV: Tensor, rows: ChunkRows, with_gradient: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if asked, dJ / d logits of p and of q.
+    """Compute J = 1/2 [KL(p || q) + KL(q || p)] of each row and, if requested, dJ / d logits of p and of q.
 
     With r = log p - log q: dKL(p||q)/dz_p = p (r - KL(p||q)), and dKL(q||p)/dz_p = p - q. Shape: -> (N,), two (N,V)
     """

@@ -1,4 +1,4 @@
-"""Backends compared on a few numbers: what makes sure of a kernel on a device where nobody has run it."""
+"""Comparison of a backend with torch on a few numbers, before it is used on a device for the first time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Function = Callable[..., Any]
 Arguments = tuple[Any, ...]
 
 ROWS, WIDTH = 10, 72
-"""No multiples of what kernels take at once."""
+"""Not multiples of the kernels' block sizes."""
 
 
 def compare(operation: str, ours: Function, theirs: Function, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest difference in results and gradients, in units of max(1, |expected|), without dropout.
+    """Return the largest difference in results and gradients, in units of max(1, |expected|), without dropout.
 
-    ``theirs`` is computed in fp64. An infinity or a NaN differs by infinity.
+    ``theirs`` computes in fp64. An infinity or a NaN differs by infinity.
     """
     worst = 0.0
     for arguments in cases(operation, device, dtype):
@@ -33,7 +33,7 @@ def compare(operation: str, ours: Function, theirs: Function, device: torch.devi
 
 
 def cases(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[Arguments]:
-    """Arguments of an operation, without dropout; tensors in ``dtype``."""
+    """Yield arguments of an operation, without dropout; tensors in ``dtype``."""
     generator = torch.Generator().manual_seed(1)
 
     def of(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def cases(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[
         yield of(ROWS, WIDTH), of(WIDTH), 0.0
     elif operation == "softmax":
         mask = torch.rand(4, 1, 1, WIDTH, generator=generator).to(device) < 0.8
-        mask[1] = False  # a sentence without anything to see
+        mask[1] = False  # a sentence that is all padding
         yield of(4, 4, 16, WIDTH), mask, False, 0.3
         yield of(4, 4, 16, 16), None, True, 0.3
     else:
@@ -62,7 +62,7 @@ def cases(operation: str, device: torch.device, dtype: torch.dtype) -> Iterator[
 
 
 def _outcome(operation: str, function: Function, arguments: Arguments, dtype: torch.dtype) -> list[Tensor]:
-    """Results, and the gradients of every tensor argument that has one."""
+    """Compute the results, and the gradients of every tensor argument that has one."""
     if operation == "cross_entropy":
         logits, rows = arguments
         result = function([z.to(dtype, copy=True) for z in logits], rows, True)

@@ -1,8 +1,8 @@
-"""The Triton kernels. What they compute stands with the operations that launch them, in `triton_ops.py`.
+"""The Triton kernels; the operations in `triton_ops.py` launch them.
 
-Rules: everything is brought to fp32 right after its load; nothing but elementwise work and reductions (no `tl.dot`,
-which becomes scalar code on a V100); tensors are contiguous, which a kernel cannot see; offsets fit 32 bits. Dropout
-masks are drawn from Philox(seed, position), again in the backward pass, instead of being kept.
+Rules: values are converted to fp32 right after their load; kernels are elementwise or reductions (no `tl.dot`, which
+becomes scalar code on a V100); tensors are contiguous, which a kernel cannot check; offsets fit 32 bits. Dropout
+masks are not kept: they are drawn from Philox(seed, position) in the forward pass and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def pointwise_forward(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = alpha residual + dropout(f(x + bias)).
+    """Compute y = alpha residual + dropout(f(x + bias)).
 
-    Philox gives four numbers at a time: they go to four rows.
+    Philox draws four numbers at a time, one for each of four rows.
     """
     group = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def pointwise_forward(
         if HAS_BIAS:
             value += shift
         if ACTIVATION == RELU:
-            value = tl.where(value <= 0.0, 0.0, value)  # what is not a number stays so
+            value = tl.where(value <= 0.0, 0.0, value)  # a NaN stays a NaN
         if ACTIVATION == GELU:
             value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
         if DROPOUT:
@@ -57,8 +57,9 @@ def pointwise_backward(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `pointwise_forward` from what it kept: a ReLU's output, which is 0 where no gradient passes, or a
-    GELU's input. That of the bias as one row of partial sums for each program.
+    """Compute the gradients of `pointwise_forward`; that of the bias as one row of partial sums for each program.
+
+    `kept` is the output of a ReLU, which is 0 where no gradient passes, or the input of a GELU.
     """
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +105,7 @@ def norm_forward(
     rows, width, count, alpha, p, seed, eps,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """total = alpha residual + dropout(x + bias), or x; normed = weight (total - mean) / deviation + norm_bias."""
+    """Compute total = alpha residual + dropout(x + bias), or x, and normed = LayerNorm(total)."""
     column = tl.arange(0, BLOCK)
     inside = column < width
     if HAS_BIAS:
@@ -122,7 +123,7 @@ def norm_forward(
             value = tl.where(tl.rand(seed, at) >= p, value / (1.0 - p), 0.0)
         if HAS_RESIDUAL:
             value += alpha * tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-            # What the backward pass will read: rounded to the width it is kept in.
+            # Rounded to the dtype in which it is kept, so that the backward pass reads the same value.
             value = value.to(total.dtype.element_ty).to(tl.float32)
             tl.store(total + at, value, mask=there)
         mean = tl.sum(tl.where(inside, value, 0.0), axis=0) / width
@@ -139,7 +140,7 @@ def norm_backward(
     rows, width, count, alpha, p, seed,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `norm_forward`; those of biases and weight as one row of partial sums for each program."""
+    """Compute the gradients of `norm_forward`; those of parameters as one row of partial sums for each program."""
     column = tl.arange(0, BLOCK)
     inside = column < width
     shift_sum = tl.zeros((BLOCK,), tl.float32)
@@ -180,7 +181,7 @@ def softmax_forward(
     scores, mask, weights, rows, keys, queries, heads, stride_b, stride_h, stride_t, scale,
     HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the keys that each query may see; rows in the order (sentence, head, query)."""
+    """Compute the softmax over the keys that each query sees; rows in the order (sentence, head, query)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     key = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (key < keys)
@@ -205,7 +206,7 @@ def softmax_forward(
 def softmax_backward(
     d_weights, weights, d_scores, rows, keys, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """d_scores = scale w (d_w - sum_keys d_w w)."""
+    """Compute d_scores = scale w (d_w - sum_keys d_w w)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     key = tl.arange(0, BLOCK)[None, :]
     there = (row < rows) & (key < keys)
@@ -218,7 +219,7 @@ def softmax_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def row_sums(logits, places, sums, rows, width, BLOCK: tl.constexpr):
-    """Of each row: the greatest logit, sum exp(z - greatest), the target's logit or 0, and the sum of all."""
+    """Compute for each row the greatest logit, sum exp(z - greatest), the target's logit or 0, and the sum of all."""
     row = tl.program_id(0)
     greatest = tl.full((BLOCK,), float("-inf"), tl.float32)
     power = tl.zeros((BLOCK,), tl.float32)
@@ -245,7 +246,7 @@ def row_sums(logits, places, sums, rows, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def row_divergences(logits_p, logits_q, log_totals_p, log_totals_q, divergences, rows, width, BLOCK: tl.constexpr):
-    """Of each row: KL(p || q) and KL(q || p)."""
+    """Compute KL(p || q) and KL(q || p) of each row."""
     row = tl.program_id(0)
     log_total_p = tl.load(log_totals_p + row)
     log_total_q = tl.load(log_totals_q + row)

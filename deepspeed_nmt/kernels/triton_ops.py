@@ -1,7 +1,8 @@
-"""The operations as Triton kernels: what is kept for the backward pass, and the shapes kernels are launched with.
+"""The operations as Triton kernels: tensors kept for the backward pass, and launches.
 
-See :mod:`deepspeed_nmt.kernels.ops` for what they compute. On the meta device nothing is launched, but as much memory
-is taken, so that a plan counts what a GPU will hold.
+Shapes and arguments are those of the methods of :class:`deepspeed_nmt.kernels.choice.Kernels`; outside training ``p``
+is 0. On the meta device nothing is launched, but the same memory is allocated, so that a plan counts what a GPU will
+hold.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import triton
 from torch import Tensor
 
 from deepspeed_nmt.kernels import triton_kernels as kernels
-from deepspeed_nmt.kernels.dispatch import interpreting
+from deepspeed_nmt.kernels.backends import interpreting
 from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
 
 IDENTITY, RELU, GELU = (each.value for each in (kernels.IDENTITY, kernels.RELU, kernels.GELU))
 _WIDEST = 16384
-"""Elements of a row that fit a program's registers."""
+"""Most elements of a row that fit a program's registers."""
 _PROGRAMS = 4 if interpreting() else 512
-"""Programs among which the rows are divided where each leaves a partial sum; the interpreter pays for each."""
+"""Programs that share the rows where each writes a partial sum; the interpreter pays for each program."""
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension."""
     normed: Tensor = _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps)  # type: ignore[no-untyped-call]
     return normed
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
+    """Compute alpha residual + dropout(x + bias)."""
     joined: Tensor = _Pointwise.apply(x, bias, residual, p, alpha, IDENTITY)  # type: ignore[no-untyped-call]
     return joined
 
@@ -43,27 +46,35 @@ def bias_dropout_add_layer_norm(
     alpha: float,
     eps: float,
 ) -> Tensor:
+    """Compute layer_norm(alpha residual + dropout(x + bias))."""
     arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps)
     normed: Tensor = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]
     return normed
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    """Compute dropout(max(0, x + bias))."""
     active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, RELU)  # type: ignore[no-untyped-call]
     return active
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
+    """Compute dropout(gelu(x + bias))."""
     active: Tensor = _Pointwise.apply(x, bias, None, p, 1.0, GELU)  # type: ignore[no-untyped-call]
     return active
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Turn scores into attention weights over the visible keys; zeros for a query that sees none."""
     weights: Tensor = _Softmax.apply(scores_BHTS, mask, causal, scale)  # type: ignore[no-untyped-call]
     return weights
 
 
 def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) -> ChunkResult:
+    """Compute the losses of a chunk of rows and, if requested, the gradients of the logits, in their place.
+
+    Shape: one or two (N,V) -> (N,) each, gradients (N,V)
+    """
     count, held = logits[0].shape
     block = min(4096, _power_of_two(held))
     places = torch.where(rows.here_N, rows.index_N, -1).to(torch.int32)
@@ -97,7 +108,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
         divergence_N = divergences_2N.mean(0)
     if not with_gradient:
         return ChunkResult(loss_N, nll_N, divergence_N, [])
-    # In place: the logits have done their duty.
+    # In place: the logits are not needed any more.
     first, last = logits[0], logits[-1]
     tensors = (first, last, log_totals[0], log_totals[-1], divergences_2N, places, rows.weights_N)
     numbers = (count, held, 1.0 - rows.smoothing, rows.smoothing / rows.size, rows.divergence_weight)
@@ -107,7 +118,7 @@ def cross_entropy(logits: list[Tensor], rows: ChunkRows, with_gradient: bool) ->
 
 
 class _Pointwise(torch.autograd.Function):
-    """alpha residual + dropout(f(x + bias)). A ReLU keeps its output alone, which the next product keeps anyway."""
+    """alpha residual + dropout(f(x + bias)); a ReLU keeps only its output, as the next product does anyway."""
 
     @staticmethod
     def forward(
@@ -123,7 +134,7 @@ class _Pointwise(torch.autograd.Function):
             "HAS_RESIDUAL": residual is not None,
             "DROPOUT": p > 0.0,
         }
-        # Four elements for each thread: with eight, four rows at once do not fit its registers.
+        # Four elements per thread: with eight, four rows at once exceed its registers.
         flags |= {"DROPOUT": p > 0.0, "ACTIVATION": activation, "BLOCK": block, "num_warps": _warps(2 * block)}
         grid = (triton.cdiv(rows, 4), triton.cdiv(width, block))
         _launch(kernels.pointwise_forward, grid, x, bias, residual, y, rows, width, alpha, p, seed, **flags)
@@ -150,7 +161,7 @@ class _Pointwise(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """LayerNorm of alpha residual + dropout(x + bias), or without a residual of x."""
+    """LayerNorm of alpha residual + dropout(x + bias), or of x if there is no residual."""
 
     @staticmethod
     def forward(
@@ -244,19 +255,19 @@ class _Softmax(torch.autograd.Function):
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     tensors = [each for each in arguments if isinstance(each, Tensor)]
-    assert all(each.is_contiguous() or each.dtype == torch.bool for each in tensors), "kernels cannot see strides"
+    assert all(each.is_contiguous() or each.dtype == torch.bool for each in tensors), "tensors must be contiguous"
     assert all(each.numel() < 2**31 for each in tensors), "offsets have 32 bits: use smaller micro-batches"
     if tensors[0].device.type != "meta" and min(grid) > 0:
         kernel[grid](*arguments, **options)
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
-    """Width, and number of rows."""
+    """Return the width and the number of rows."""
     return x.shape[-1], x.numel() // max(1, x.shape[-1])
 
 
 def _division(rows: int) -> tuple[int, int]:
-    """Programs, and how many rows (or groups of them) each takes."""
+    """Return the number of programs, and the rows (or groups of rows) of each."""
     each = max(1, triton.cdiv(rows, _PROGRAMS))
     return triton.cdiv(rows, each), each
 
@@ -279,12 +290,12 @@ def _block(width: int) -> int:
 
 
 def _warps(block: int) -> int:
-    """Eight elements or so for each thread."""
+    """Return the warps that leave about eight elements for each thread."""
     return min(16, max(1, block // 256))
 
 
 def _tile(rows: int, keys: int) -> dict[str, int]:
-    """Short rows share a program; those of the interpreter are larger, since it pays for each."""
+    """Return the launch options of a row-wise kernel: short rows share a program, more of them in the interpreter."""
     block = _block(keys)
     size = 65536 if interpreting() else 2048
     together = min(max(1, size // block), _power_of_two(max(1, rows)))
@@ -292,5 +303,5 @@ def _tile(rows: int, keys: int) -> dict[str, int]:
 
 
 def _seed(p: float) -> int:
-    """From the CPU's generator: no waiting for the device, and recomputation draws the same again."""
+    """Draw a seed from the CPU's generator: the device is not waited for, and recomputation draws the same again."""
     return int(torch.randint(2**31 - 1, ())) if p > 0.0 else 0

@@ -1,67 +1,104 @@
-"""The methods, one file per paper, and the tables a run's configuration names them by.
+"""Methods, and the registries that map their names in a configuration to their settings and builders.
 
-To add a paper: write its file with a Config class and a build function, and add its line here.
+A new method is a file with a configuration class and a build function, and an entry of a registry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import Likelihood, Term
-from deepspeed_nmt.methods.abnet import AbNetConfig, MaskedTokensConfig, build_abnet, build_masked_tokens
-from deepspeed_nmt.methods.ald import ALDConfig, build_ald
-from deepspeed_nmt.methods.consistency import ConsistencyConfig, build_ddr, build_r_drop
-from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
-from deepspeed_nmt.methods.depth_growing import DepthGrowingConfig, build_depth_growing
-from deepspeed_nmt.methods.label_smoothed import LabelSmoothedConfig, build_label_smoothed
-from deepspeed_nmt.methods.multi_softmax import MultiSoftmaxConfig, build_multi_softmax
-from deepspeed_nmt.methods.parallel_decoder import BertDecoderConfig, build_bert_decoder
-from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
-from deepspeed_nmt.methods.transformer import (
-    StandardLayerConfig,
-    TransformerConfig,
-    build_standard_layer,
-    build_transformer,
+from deepspeed_nmt.core.objective import Likelihood, Regularizer
+from deepspeed_nmt.methods import (
+    abnet,
+    ald,
+    consistency,
+    cross_attention_drop,
+    depth_growing,
+    label_smoothed,
+    multi_softmax,
+    parallel_decoder,
+    recurrent,
+    transformer,
 )
 from deepspeed_nmt.nn.layers import DecoderLayer
-from deepspeed_nmt.registry import Entry, Registry
+from deepspeed_nmt.registry import Entry, Registry, SelfTest
 
-# name, configuration, builder: (config, vocabulary, make_layer) -> model
+# The first entry of a registry is the default.
+
+# Builder: (config, vocabulary, make_layer) -> model.
 MODELS: Registry[TranslationModel] = Registry(
     "model",
     [
-        Entry("transformer", TransformerConfig, build_transformer),
-        Entry("recurrent", RecurrentConfig, build_recurrent),
-        Entry("depth_growing", DepthGrowingConfig, build_depth_growing),
-        Entry("bert", BertDecoderConfig, build_bert_decoder),
-        Entry("abnet", AbNetConfig, build_abnet),
+        Entry("transformer", transformer.TransformerConfig, transformer.build_transformer, transformer.SELF_TEST),
+        Entry("recurrent", recurrent.RecurrentConfig, recurrent.build_recurrent),
+        Entry(
+            "depth_growing",
+            depth_growing.DepthGrowingConfig,
+            depth_growing.build_depth_growing,
+            depth_growing.SELF_TEST,
+        ),
+        Entry(
+            "bert",
+            parallel_decoder.BertDecoderConfig,
+            parallel_decoder.build_bert_decoder,
+            parallel_decoder.SELF_TEST,
+        ),
+        Entry("abnet", abnet.AbNetConfig, abnet.build_abnet, abnet.SELF_TEST),
     ],
 )
 
-# name, configuration, builder: (config, number, parts) -> decoder layer
+# Builder: (config, number, parts) -> decoder layer.
 LAYERS: Registry[DecoderLayer] = Registry(
     "layer",
     [
-        Entry("standard", StandardLayerConfig, build_standard_layer),
-        Entry("cross_attention_drop", CrossAttentionDropConfig, build_cross_attention_drop),
+        Entry("standard", transformer.StandardLayerConfig, transformer.build_standard_layer),
+        Entry(
+            "cross_attention_drop",
+            cross_attention_drop.CrossAttentionDropConfig,
+            cross_attention_drop.build_cross_attention_drop,
+            cross_attention_drop.SELF_TEST,
+            cross_attention_drop.COLLAPSE_REMEDY,
+        ),
     ],
 )
 
-# name, configuration, builder: (config, vocabulary) -> likelihood; an objective has one
+# Builder: (config, vocabulary) -> likelihood. An objective has one likelihood.
 LIKELIHOODS: Registry[Likelihood] = Registry(
     "likelihood",
     [
-        Entry("label_smoothed", LabelSmoothedConfig, build_label_smoothed),
-        Entry("multi_softmax", MultiSoftmaxConfig, build_multi_softmax),
-        Entry("masked_tokens", MaskedTokensConfig, build_masked_tokens),
+        Entry("label_smoothed", label_smoothed.LabelSmoothedConfig, label_smoothed.build_label_smoothed),
+        Entry(
+            "multi_softmax",
+            multi_softmax.MultiSoftmaxConfig,
+            multi_softmax.build_multi_softmax,
+            multi_softmax.SELF_TEST,
+        ),
+        Entry("masked_tokens", abnet.MaskedTokensConfig, abnet.build_masked_tokens),
     ],
 )
 
-# name, configuration, builder: (config, vocabulary) -> term; an objective has any number
-TERMS: Registry[Term] = Registry(
-    "term",
+# Builder: (config, vocabulary) -> regularizer. An objective has any number of regularizers.
+REGULARIZERS: Registry[Regularizer] = Registry(
+    "regularizer",
     [
-        Entry("ddr", ConsistencyConfig, build_ddr),
-        Entry("r_drop", ConsistencyConfig, build_r_drop),
-        Entry("ald", ALDConfig, build_ald),
+        Entry("ddr", consistency.ConsistencyConfig, consistency.build_ddr, collapse_remedy="objective.ddr.weight=1"),
+        Entry("r_drop", consistency.ConsistencyConfig, consistency.build_r_drop),
+        Entry("ald", ald.ALDConfig, ald.build_ald, collapse_remedy="objective.ald.weight=1"),
     ],
 )
+
+
+def _entries() -> Iterator[Entry[object]]:
+    for table in (MODELS, LAYERS, LIKELIHOODS, REGULARIZERS):
+        yield from table.entries  # type: ignore[misc]
+
+
+def self_tests() -> dict[str, SelfTest]:
+    """Return the `selftest` cases of all methods, by name."""
+    return {entry.selftest.name: entry.selftest for entry in _entries() if entry.selftest is not None}
+
+
+def collapse_remedies() -> list[str]:
+    """Return the settings that methods recommend for a decoder that ignores its source."""
+    return [entry.collapse_remedy for entry in _entries() if entry.collapse_remedy]

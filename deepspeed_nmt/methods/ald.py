@@ -1,14 +1,24 @@
-"""ALD: the decoder's state must say how much of the source was there (papers/deep-decoder, section 3.4).
+"""ALD, anti-LM degradation: a contrastive loss on the part of the source that the decoder sees.
 
-For each sentence pair draw gamma ~ U[0, p_ald), p_ald < 0.5. X+ is X with a fraction gamma of its tokens replaced by
-UNK, X- with a fraction 1 - gamma (never EOS or padding). With G(X, Y) the mean of the top decoder state over the
-target's positions, cosine similarities s+ = cos(G(X, Y), G(X+, Y)), s- = cos(G(X, Y), G(X-, Y)) and temperature tau,
+Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for Neural Machine Translation" (undated; cites
+work up to 2021), section 3.4.
 
-    L = -log( e^{s+/tau} / (e^{s+/tau} + e^{s-/tau}) ) = softplus((s- - s+) / tau)      per sentence, averaged.
+For each sentence pair (X, Y) draw gamma ~ U[0, p_ald) with p_ald < 0.5. X+ is X with a fraction gamma of its tokens
+replaced by UNK, and X- is X with a fraction 1 - gamma replaced. EOS and padding are never replaced. G(X, Y) is the
+mean of the top decoder states over target positions. With the temperature tau,
 
-Choices the paper leaves open: a sentence of n tokens loses round(gamma n) and round((1 - gamma) n) of them; both sets
-are the first of one random order, so X- lacks all that X+ lacks; gamma and the order are functions of (seed, update,
-sentence id). The top state is the one that the projection reads.
+    s+ = cos(G(X, Y), G(X+, Y)),    s- = cos(G(X, Y), G(X-, Y)),
+    L = -log( e^{s+/tau} / (e^{s+/tau} + e^{s-/tau}) ) = softplus((s- - s+) / tau)
+
+per sentence, averaged over sentences.
+
+The paper leaves open, and this module decides:
+
+- The weight of the regularizer, lambda, is 1.0 by default.
+- In a sentence of n tokens, round(gamma n) and round((1 - gamma) n) tokens are replaced.
+- Both sets of tokens are prefixes of one random order, so X- lacks every token that X+ lacks.
+- gamma and the order are functions of (seed, update, sentence), so all ranks and engines agree.
+- The top states are those that the projection reads, after the final LayerNorm of a pre-norm decoder.
 
 Legend: B sentences, S source length, T target length, D model width.
 """
@@ -24,23 +34,25 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.randomness import Purpose, uniforms
-from deepspeed_nmt.registry import Config
 
 
-class ALDConfig(Config):
+class ALDConfig(RegularizerConfig):
     """Settings of ALD."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs no further passes")
-    p_ald: float = Field(default=0.4, gt=0.0, lt=0.5, description="bound of the masked fraction gamma")
-    tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrast")
-    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+    weight: float = Field(default=1.0, ge=0.0, description="factor in the loss (lambda); 0 disables ALD")
+    p_ald: float = Field(
+        default=0.4, gt=0.0, lt=0.5, description="upper bound of the fraction of tokens masked (gamma)"
+    )
+    tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrastive loss")
+    every: int = Field(default=1, ge=1, description="k: apply ALD in every k-th update")
 
 
 class ALD:
-    """Asks for two passes with masked sources and contrasts them."""
+    """Contrastive loss on two passes with masked sources."""
 
     name = "ald"
 
@@ -51,35 +63,38 @@ class ALD:
         self.tau = config.tau
         self.vocabulary = vocabulary.source
 
-    def plan(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
-        """Two passes; the contrast of their states with the first pass's."""
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+        """Request passes from X+ and X-, and return the function that contrasts them with pass 0."""
         batch = passes.batch
         fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))
 
         def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
-            real_BT = batch.target_output_BT.ne(batch.pad)
+            real_BT = batch.target_mask
             whole_BD, fuller_BD, emptier_BD = (
                 sentence_states(states[number][TOP], real_BT) for number in (0, fuller, emptier)
             )
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
-            # Averaged over the update's sentences, once the engine has divided by its tokens.
-            per_sentence = batch.update_tokens / max(1, batch.update_sentences)
+            # The engine divides by the tokens of the update; this factor makes it a mean over sentences.
+            per_sentence = batch.update.tokens / max(1, batch.update.sentences)
             return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * per_sentence
 
         return contrast
 
     def mask(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """X+ and X-. Shape: -> (B,S), (B,S)"""
+        """Replace tokens of the source by UNK, and return X+ and X-.
+
+        Shape: -> (B,S), (B,S)
+        """
         source_BS = batch.source_BS
-        ids_B = batch.sentence_ids_B
-        gamma_B = self.p_ald * uniforms(ids_B, 1, batch.seed, Purpose.MASK_RATIO, batch.update).squeeze(1)
-        draws_BS = uniforms(ids_B, source_BS.shape[1], batch.seed, Purpose.MASKED_TOKENS, batch.update)
+        ids_B, seed, update = batch.sentence_ids_B, batch.update.seed, batch.update.number
+        gamma_B = self.p_ald * uniforms(ids_B, 1, seed, Purpose.MASK_RATIO, update).squeeze(1)
+        draws_BS = uniforms(ids_B, source_BS.shape[1], seed, Purpose.MASKED_TOKENS, update)
         specials = torch.tensor(
             [self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos], device=source_BS.device
         )
         words_BS = torch.isin(source_BS, specials, invert=True)
         count_B = words_BS.sum(dim=1)
-        # The place of each token in its sentence's random order; specials come last.
+        # Rank of each token in its sentence's random order; special tokens come last.
         place_BS = draws_BS.masked_fill(~words_BS, 2.0).argsort(dim=1).argsort(dim=1)
 
         def masked(fraction_B: Tensor) -> Tensor:
@@ -90,19 +105,31 @@ class ALD:
 
 
 def sentence_states(states_BTD: Tensor, real_BT: Tensor) -> Tensor:
-    """The mean state of each sentence's real positions, in fp32 or wider. Shape: (B,T,D), (B,T) -> (B,D)"""
+    """Compute the mean state of each sentence over its real positions, in fp32 or wider.
+
+    Shape: (B,T,D), (B,T) -> (B,D)
+    """
     states_BTD = states_BTD.to(torch.promote_types(states_BTD.dtype, torch.float32))
     weights_BT1 = real_BT.unsqueeze(2).to(states_BTD.dtype)
     return (states_BTD * weights_BT1).sum(dim=1) / weights_BT1.sum(dim=1).clamp(min=1.0)
 
 
 def contrastive_loss(whole_BD: Tensor, fuller_BD: Tensor, emptier_BD: Tensor, tau: float) -> Tensor:
-    """softplus((s- - s+) / tau), s the cosine similarity with ``whole_BD``. Shape: three (B,D) -> (B,)"""
+    """Compute softplus((s- - s+) / tau) for each sentence.
+
+    Shape: (B,D), (B,D), (B,D) -> (B,)
+
+    Args:
+        whole_BD: G(X, Y).
+        fuller_BD: G(X+, Y), whose cosine similarity with ``whole_BD`` is s+.
+        emptier_BD: G(X-, Y), whose cosine similarity with ``whole_BD`` is s-.
+        tau: temperature.
+    """
     closer_B = F.cosine_similarity(whole_BD, fuller_BD, dim=1)
     farther_B = F.cosine_similarity(whole_BD, emptier_BD, dim=1)
     return F.softplus((farther_B - closer_B) / tau)
 
 
 def build_ald(config: ALDConfig, vocabulary: Vocabulary) -> ALD:
-    """The term of a run."""
+    """Build ALD."""
     return ALD(config, vocabulary)

@@ -1,39 +1,57 @@
-"""Two passes that should predict the same: R-Drop (Liang et al. 2021) and its decoder-only form, DDR.
+"""Consistency of two passes over the same pair: R-Drop, and DDR, decoder dropout regularisation.
 
-The deep-decoder paper, section 3.4 (papers/deep-decoder), "decoder dropout regularisation". Both passes see the same
-pair, with different dropout masks and different cross-attention coins. Per target token,
+- DDR encodes once and decodes twice. Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for
+  Neural Machine Translation" (undated; cites work up to 2021), section 3.4.
+- R-Drop encodes twice and decodes twice. Liang, Wu, Li, Wang, Meng, Qin, Chen, Zhang, Liu: "R-Drop: Regularized
+  Dropout for Neural Networks", 2021.
+
+The two passes have different dropout masks and different coins of cross-attention drop. Per target token,
 
     L = 1/2 [NLL_1 + NLL_2] + lambda * 1/2 [KL(P_1 || P_2) + KL(P_2 || P_1)].
 
-- DDR encodes once and decodes twice.
-- R-Drop encodes and decodes twice.
+Gradients flow through both arguments of both divergences, as in R-Drop. The divergence is computed with the
+cross-entropy, chunk by chunk, without storing full distributions
+(:func:`deepspeed_nmt.kernels.cross_entropy.projected_cross_entropy`).
 
-The paper does not state its lambda: 1.0 here, where R-Drop's authors often take 5.0. Gradients flow through both
-arguments of both divergences, as in R-Drop. The divergence is formed together with the cross-entropy, chunk by chunk
-(:func:`deepspeed_nmt.kernels.cross_entropy.projected_cross_entropy`); no full distributions are held.
+Deviations: the deep-decoder paper does not state lambda, which is 1.0 by default. R-Drop's authors sum the two NLLs,
+which are averaged here to keep the scale of the loss; their alpha = 5 is lambda = 2.5 here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
+from deepspeed_nmt.core.parts import Parts, RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.registry import Config
 
 
-class ConsistencyConfig(Config):
+class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda; 0 runs one pass")
-    every: int = Field(default=1, ge=1, description="part of every so manieth update")
+    weight: float = Field(
+        default=1.0, ge=0.0, description="factor of the divergence in the loss (lambda); 0 disables it"
+    )
+    every: int = Field(default=1, ge=1, description="k: apply it in every k-th update")
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse DDR together with R-Drop, because there is one paired pass."""
+        names = [name for name, part in parts.active_regularizers().items() if isinstance(part, ConsistencyConfig)]
+        if len(names) > 1 and parts.objective[names[0]] is self:
+            yield (
+                f"objective.{names[0]} and objective.{names[1]} both run every pair twice, with one encoding and "
+                "with two; set one of them to null"
+            )
 
 
 class Consistency:
-    """Asks for a second pass over the same pairs.
+    """Divergence between two passes over the same pairs.
 
     Args:
-        encode_twice: R-Drop; otherwise DDR.
+        config: settings.
+        encode_twice: True for R-Drop, False for DDR.
     """
 
     def __init__(self, config: ConsistencyConfig, encode_twice: bool) -> None:
@@ -42,18 +60,18 @@ class Consistency:
         self.every = config.every
         self._encode_twice = encode_twice
 
-    def plan(self, passes: Passes) -> None:
-        """The likelihood compares the first pass with its twin; nothing else is added."""
+    def request_passes(self, passes: Passes) -> None:
+        """Request a paired pass, which the likelihood compares with pass 0."""
         source = passes.add_source(passes.batch.source_BS) if self._encode_twice else 0
-        passes.twin = passes.add_pass(source)
+        passes.paired_pass = passes.add_pass(source)
         passes.divergence = self.weight
 
 
 def build_ddr(config: ConsistencyConfig, vocabulary: Vocabulary) -> Consistency:
-    """Decoder dropout regularisation."""
+    """Build decoder dropout regularisation (DDR)."""
     return Consistency(config, encode_twice=False)
 
 
 def build_r_drop(config: ConsistencyConfig, vocabulary: Vocabulary) -> Consistency:
-    """R-Drop."""
+    """Build R-Drop."""
     return Consistency(config, encode_twice=True)

@@ -1,58 +1,119 @@
-"""CAD: decoder layers that drop their cross-attention (papers/deep-decoder, section 3.3).
+"""CAD, cross-attention drop: decoder layers that skip cross-attention at random in training.
 
-A decoder of 15-27 layers turns into a language model that ignores its source. In training, layer l therefore drops
-its cross-attention sub-layer (residual connection and normalisation included) with probability p_l and runs only
-self-attention and feed-forward; otherwise it runs all three. In inference every layer that has cross-attention uses
-it. Layers are numbered from 1 at the embedding upwards:
+Anonymous ACL submission: "What Works and Doesn't Work, A Deep Decoder for Neural Machine Translation" (undated; cites
+work up to 2021), section 3.3.
 
-    p_l = drop_ratio for l <= drop_depth, else beyond.
+A decoder of 15 to 27 layers can degenerate into a language model that ignores its source. CAD skips the whole
+cross-attention sub-layer of layer l in training, with its residual connection and LayerNorm, with probability
 
-Deviations: ``beyond`` is 0.0 by default, with which the paper's experiments (4.3) make sense, where its section 3.3
-says 1.0. (The two indicator functions printed there do not add up to the sentence under them; the sentence counts.) A
-layer with p_l = 1.0 has no cross-attention: no parameters, no cache.
+    p_l = drop_ratio for l <= drop_depth, beyond for l > drop_depth.
 
-The coin is a function of (seed, update, pass, layer): all ranks and micro-batches of an update agree on what runs,
-and so does recomputation. A dropped sub-layer costs nothing per token; its parameters get a gradient of zero.
+The layer then runs self-attention and feed-forward only. Layers are numbered from 1, at the embedding. In inference
+every layer that has cross-attention applies it.
+
+Each choice is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of an
+update, and in recomputation. A skipped sub-layer has no cost per token, and its parameters get zero gradients.
+
+Deviations from the paper:
+
+- ``beyond`` is 0.0 by default. Section 3.3 gives 1.0, but then no layer above ``drop_depth`` would have
+  cross-attention, which contradicts the experiments of section 4.3.
+- The two indicator functions printed in section 3.3 do not add up to the sentence below them. The sentence is
+  implemented.
+- A layer with p_l = 1.0 has no cross-attention at all, neither parameters nor cache. The parameter counts of Table 1
+  can only be reached in this way.
 
 Legend: T target length, D model width, P passes, B sentences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
+from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 
-class CrossAttentionDropConfig(Config):
-    """Which layers drop their cross-attention, and how often."""
+class CrossAttentionDropConfig(LayerConfig):
+    """Settings of cross-attention drop."""
 
     name: Literal["cross_attention_drop"] = "cross_attention_drop"
-    drop_ratio: float = Field(default=1.0, ge=0.0, le=1.0, description="p_l of the lowest drop_depth layers")
-    drop_depth: int = Field(default=0, ge=0, description="how many layers, from the lowest up, have drop_ratio")
-    beyond: float = Field(default=0.0, ge=0.0, le=1.0, description="p_l of the layers above; the paper's text says 1")
+    drop_ratio: float = Field(
+        default=1.0, ge=0.0, le=1.0, description="probability of dropping (p_l) in the lowest drop_depth layers"
+    )
+    drop_depth: int = Field(default=0, ge=0, description="number of layers, from the lowest, that have drop_ratio")
+    beyond: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="probability of dropping (p_l) in the layers above; 1 in the paper's text",
+    )
 
     def rate(self, number: int) -> float:
-        """p_l of layer ``number``, counted from 1."""
+        """Return p_l of layer ``number``, counted from 1."""
         return self.drop_ratio if number <= self.drop_depth else self.beyond
+
+    @override
+    def attends_to_source(self, number: int) -> bool:
+        return self.rate(number) < 1.0
+
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse a drop depth above the decoder's depth, and decoders without any cross-attention."""
+        made = parts.model.custom_layers()
+        if made is None:
+            return  # Models that build their own layers refuse this setting.
+        setting, depth = made
+        if self.drop_depth > depth:
+            yield (
+                f"layer.drop_depth must not exceed {setting}, but is {self.drop_depth} of {depth}; "
+                f"lower layer.drop_depth to {depth} at most"
+            )
+        if not any(self.attends_to_source(number) for number in range(1, depth + 1)):
+            yield (
+                f"layer.drop_ratio, layer.drop_depth and layer.beyond leave none of the {depth} layers of "
+                f"{setting} any cross-attention; lower layer.drop_depth or layer.beyond"
+            )
+
+
+SELF_TEST = SelfTest(
+    "deep_decoder",
+    {
+        "model": {"name": "transformer", **SMALL, "encoder_layers": 1, "decoder_layers": 4},
+        "layer": {"name": "cross_attention_drop", "drop_depth": 1, "drop_ratio": 1.0, "beyond": 0.5},
+        "objective": {"ddr": {"weight": 0.7}, "ald": {"weight": 0.5, "every": 2}},
+    },
+    quick=True,
+)
+"""All methods of the paper: layers with p_l of 1.0 and 0.5, DDR, and ALD in every second update."""
+
+COLLAPSE_REMEDY = (
+    "layer.name=cross_attention_drop with layer.drop_depth at two fifths to two thirds of model.decoder_layers (or "
+    "more than now)"
+)
+"""Setting to try when a decoder ignores its source."""
 
 
 class CrossAttentionDropLayer(DecoderLayer):
-    """A decoder layer that drops its cross-attention with probability ``rate`` in training.
+    """Decoder layer that skips its cross-attention with probability ``rate`` in training.
+
+    The arguments besides these are those of :class:`DecoderLayer`.
 
     Args:
-        number: of the layer, for its coin.
+        number: number of the layer, an argument of its random choices.
         rate: p_l, above 0 and below 1.
     """
 
@@ -75,16 +136,19 @@ class CrossAttentionDropLayer(DecoderLayer):
         self.rate = rate
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """The sub-layer for the passes whose coin says so. Shape: (P B,T,D) -> (P B,T,D)"""
+        """Apply cross-attention to the rows of the passes that do not skip it.
+
+        Shape: (P B,T,D) -> (P B,T,D)
+        """
         if not self.training:
             return super().cross(x_BTD, context, cache)
-        assert context.draw is not None, "training a layer that drops at random needs to know the update"
+        assert context.draw is not None, "cross-attention drop needs the update's number in training"
         coins = context.draw.uniform(Purpose.CROSS_ATTENTION_DROP, self.number)
         kept = [index for index, coin in enumerate(coins) if coin >= self.rate]
         if len(kept) == len(coins):
             return super().cross(x_BTD, context, None)
         if not kept:
-            # ZeRO-3 takes parameters that nothing touched to have their last gradient: touch them, with one position.
+            # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
             probe_11D = x_BTD.new_zeros(1, 1, x_BTD.shape[2]).requires_grad_()
             return ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
         crossed = super().cross(select_blocks(x_BTD, len(coins), kept), context.of_passes(kept), None)
@@ -96,7 +160,7 @@ class CrossAttentionDropLayer(DecoderLayer):
 
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
-    """Layer ``number`` of a decoder."""
+    """Build layer ``number`` of a decoder; its class depends on p_l."""
     rate = config.rate(number)
     if rate == 0.0:
         return make_decoder_layer(number, parts)

@@ -1,17 +1,31 @@
-"""Depth growing (papers/depth-growing): a trained model keeps its weights and gets a module on top.
+"""Depth growing: a trained Transformer is frozen, and a module on top of it is trained.
 
-Stage 1 trains a bottom module, an ordinary Transformer. Stage 2 freezes it and trains the top:
+Wu, Wang, Xia, Tian, Gao, Qin, Lai, Liu: "Depth Growing for Neural Machine Translation", 2019 (arXiv:1907.01968),
+equations 1 to 3.
 
-    h1 = enc1(x);                 h2 = enc2(r(x) + h1)
-    s1 = dec1(y<t, attn over h1); s2 = dec2(r(y<t) + s1, attn over h2)
+Stage 1 trains the bottom module, a Transformer with encoder enc1 and decoder dec1. Stage 2 trains the top module,
+enc2 and dec2:
 
-with x, y the embedded inputs (scaled, with positions and dropout) and r a LayerNorm, one for each side, as in the
-authors' code (``residual_norm``). Frozen are embeddings, enc1, dec1 and the output projection, which both exits
-share: no gradients, no optimizer state. Dropout in the frozen part stays on in stage 2, as the authors ran it
-(``frozen_dropout``). With a pre-norm bottom its final LayerNorm belongs to the bottom; the top has its own.
+    h1 = enc1(x),             h2 = enc2(r(x) + h1)            (eq. 1)
+    s1 = dec1(y_<t, h1)                                       (eq. 2)
+    s2 = dec2(r(y_<t) + s1, h2)                               (eq. 3)
 
-Two exits: ``shallow`` (enc1 and dec1: the bottom itself) and ``deep``. Stage 2 minimises the loss of the deep exit
-alone: shallow logits are not computed, and the bottom runs without autograd.
+x and y are the embedded tokens (scaled, with positions and dropout). The second argument of a decoder is the memory
+of its cross-attention. r is a LayerNorm, one for each side, that is trained with the top.
+
+Embeddings, enc1, dec1 and the output projection are frozen: they have neither gradients nor optimizer state. The
+bottom runs without autograd. A pre-norm bottom keeps its final LayerNorm, and the top has its own.
+
+The model has two exits, which share the output projection: ``shallow`` (enc1 and dec1, the bottom itself) and
+``deep``. Stage 2 minimises the loss of the deep exit only, and does not compute shallow logits.
+
+Deviations from the paper:
+
+- The equations contain no r. It comes from the authors' code; ``residual_norm=false`` replaces it by the identity.
+- In the authors' code, dec1 attends to h1 + r(x) when it runs below the top. Equation 2 is implemented, where it
+  attends to h1.
+- The paper does not mention dropout in the frozen module. It stays on in stage 2, as in the authors' code;
+  ``frozen_dropout=false`` turns it off.
 
 Legend: B sentences, S source length, T target length, D model width, R rows = B x beam.
 """
@@ -19,38 +33,108 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.parts import ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_stacks, build_transformer
+from deepspeed_nmt.methods.transformer import (
+    SMALL,
+    Transformer,
+    TransformerConfig,
+    TransformerShape,
+    build_stacks,
+    build_transformer,
+    refuse_differences,
+)
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm
+from deepspeed_nmt.registry import SelfTest
 
 
 class DepthGrowingConfig(TransformerShape):
-    """The bottom's shape, which must be that of the run it comes from, and the top's depth."""
+    """Shape of the bottom, which must equal that of the run it is loaded from, and depth of the top."""
 
     name: Literal["depth_growing"] = "depth_growing"
-    top_encoder_layers: int = Field(default=2, ge=1, description="layers that the encoder grows by")
-    top_decoder_layers: int = Field(default=2, ge=1, description="layers that the decoder grows by")
-    residual_norm: bool = Field(default=True, description="r is a LayerNorm, as in the authors' code; else nothing")
-    frozen_dropout: bool = Field(default=True, description="dropout in the frozen part while the top is trained")
+    top_encoder_layers: int = Field(default=2, ge=1, description="encoder layers of the top")
+    top_decoder_layers: int = Field(default=2, ge=1, description="decoder layers of the top")
+    residual_norm: bool = Field(
+        default=True, description="LayerNorm on the embeddings that enter the top (r), as in the authors' code"
+    )
+    frozen_dropout: bool = Field(default=True, description="keep dropout on in the frozen bottom in training")
+
+    named_exits: ClassVar[tuple[str, ...]] = ("shallow", "deep")
+    grown_prefix: ClassVar[str | None] = "bottom."
+    learning_fields: ClassVar[frozenset[str]] = TransformerShape.learning_fields | {"frozen_dropout"}
+
+    def custom_layers(self) -> tuple[str, int] | None:
+        """Return the setting and number of the top's decoder layers; those of the bottom are standard."""
+        return "model.top_decoder_layers", self.top_decoder_layers
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """Return None, because stage 2 trains the deep exit only."""
+        return None
+
+    def check_bottom(self, bottom: Parts, where: str) -> None:
+        """Refuse all but Transformers of the same shape whose decoder layers all have cross-attention."""
+        if not isinstance(bottom.model, TransformerConfig):
+            raise ConfigError(
+                f"--grow-from must be a run with model.name=transformer, but {where} has "
+                f"model.name={bottom.model.name}, which cannot be grown"
+            )
+        if not all(bottom.layer.attends_to_source(n) for n in range(1, bottom.model.decoder_layers + 1)):
+            raise ConfigError(
+                "--grow-from must be a run whose decoder layers all have cross-attention, but those of "
+                f"layer.name={bottom.layer.name} in {where} do not; such runs cannot be grown"
+            )
+        keys = self.shape_fields | self.depth_fields
+        refuse_differences(self.differences(bottom.model, keys), "bottom", where)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse runs that are not grown, and runs of another shape."""
+        if not isinstance(other, DepthGrowingConfig):
+            raise ConfigError(
+                f"--init-from must be a run with model.name={self.name}, as this one, but {where} has "
+                f"model.name={other.name}; use --grow-from to grow on top of it"
+            )
+        super().check_weights_of(other, where)
+
+
+SELF_TEST = SelfTest(
+    "growing",
+    {
+        "model": {
+            "name": "depth_growing",
+            **SMALL,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "top_encoder_layers": 1,
+            "top_decoder_layers": 1,
+            "norm": "post",
+        }
+    },
+)
+"""One layer on a frozen bottom of one layer, post-norm."""
 
 
 class DepthGrowing(TranslationModel):
-    """A frozen Transformer with a trained module on top. Built by :func:`build_depth_growing`.
+    """Frozen Transformer with a trained module on top. Built by :func:`build_depth_growing`.
 
     Args:
-        bottom: stage 1's model; its parameters stop wanting gradients.
-        source_norm, target_norm: r of each side, or None.
+        bottom: model of stage 1, whose parameters are frozen here.
+        top_encoder: enc2.
+        top_decoder: dec2.
+        source_norm: r of the source; None for the identity.
+        target_norm: r of the target; None for the identity.
+        frozen_dropout: True to keep dropout in the bottom on in training.
     """
 
     def __init__(
@@ -74,19 +158,22 @@ class DepthGrowing(TranslationModel):
         self.frozen_dropout = frozen_dropout
 
     @property
+    @override
     def stages(self) -> tuple[int, int]:
         return 1, 1
 
     @property
+    @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         return [self.top_encoder], [self.top_decoder]
 
     def train(self, mode: bool = True) -> DepthGrowing:
-        """Also decides whether the frozen part has dropout."""
+        """Set training mode; the bottom enters it only if it keeps dropout."""
         super().train(mode)
         self.bottom.train(mode and self.frozen_dropout)
         return self
 
+    @override
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
         mask = self.source_mask(source_BS, padded)
         with torch.no_grad():
@@ -96,6 +183,7 @@ class DepthGrowing(TranslationModel):
         (states_BSD,) = self.top_encoder(entry_BSD, Context(mask=mask))
         return Memory(states_BSD, mask, below_BSD)
 
+    @override
     def decode(
         self,
         target_input_BT: Tensor,
@@ -108,9 +196,11 @@ class DepthGrowing(TranslationModel):
             (below_BTD,) = self.bottom.decoder(embedded_BTD, Context(mask=memory.mask, memory_BSD=memory.below_BSD))
         return [self._top(embedded_BTD, below_BTD, Context(memory.mask, memory.states_BSD, draw), None)]
 
+    @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.bottom.decoder.applications + self.top_decoder.applications)
 
+    @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         embedded_R1D = self.bottom.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
         split = self.bottom.decoder.applications
@@ -121,6 +211,7 @@ class DepthGrowing(TranslationModel):
         logits: Tensor = self.projection(states_R1D.squeeze(1))
         return logits
 
+    @override
     def at_exit(self, name: str) -> TranslationModel:
         if name in (TOP, "deep"):
             return self
@@ -140,8 +231,13 @@ class DepthGrowing(TranslationModel):
 def build_depth_growing(
     config: DepthGrowingConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> DepthGrowing:
-    """A fresh top on a bottom whose weights are still to be loaded. ``make_layer`` makes the top's decoder layers,
-    numbered from 1; the bottom has ordinary ones.
+    """Build a freshly initialised top on a bottom whose weights are to be loaded.
+
+    Args:
+        config: settings.
+        vocabulary: vocabulary of the target, and of the source.
+        make_layer: function that makes the decoder layers of the top, numbered from 1; the bottom has standard
+        layers.
     """
     bottom = build_transformer(config, vocabulary)
     top = config.model_copy(

@@ -1,6 +1,9 @@
-"""Label-smoothed cross-entropy (Szegedy et al. 2016; Vaswani et al. 2017, 5.4).
+"""Label-smoothed cross-entropy.
 
-With e the smoothing and V the vocabulary, a target token y costs
+Szegedy, Vanhoucke, Ioffe, Shlens, Wojna: "Rethinking the Inception Architecture for Computer Vision", 2016; as used
+by Vaswani et al.: "Attention Is All You Need", 2017, section 5.4.
+
+With smoothing e and a vocabulary of V tokens, the loss of a target token y is
 
     (1 - e) (-log p(y)) + e/V sum_v (-log p(v)).
 
@@ -18,31 +21,34 @@ from torch import Tensor
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.registry import Config
 
 
-class LabelSmoothedConfig(Config):
+class LabelSmoothedConfig(LikelihoodConfig):
     """Settings of the label-smoothed cross-entropy."""
 
-    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
 
 
 class LabelSmoothed:
-    """Cross-entropy at the decoder's top exit."""
+    """Label-smoothed cross-entropy at the top exit."""
 
     def __init__(self, smoothing: float, pad: int) -> None:
         self.smoothing = smoothing
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
-        """The top exit is all it takes."""
+    def request_passes(self, passes: Passes) -> None:
+        """Request no exit but the top."""
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
+        """Compute the loss at the top exit of each pass; see :class:`Likelihood`."""
         states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(
             projected_cross_entropy,
@@ -56,5 +62,5 @@ class LabelSmoothed:
 
 
 def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:
-    """The likelihood of a run."""
+    """Build the label-smoothed cross-entropy."""
     return LabelSmoothed(config.smoothing, vocabulary.pad)

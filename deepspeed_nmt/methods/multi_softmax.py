@@ -1,22 +1,35 @@
-"""N x M multi-layer softmaxing (papers/multi-layer-softmaxing): one model that translates at any depth.
+"""N x M multi-layer softmaxing: one model that translates with any number of its layers.
 
-With enc_i the encoder after i of N layers and dec_{i,j} the decoder after j of M layers reading enc_i,
+Dabre, Fujita: "Multi-Layer Softmaxing during Training Neural Machine Translation for Flexible Decoding with Fewer
+Layers", 2019, algorithm 1.
 
-    loss = mean over (i, j) of CE(softmax(W dec_{i,j}), Y).
+With enc_i the states after i of N encoder layers, and dec_ij the states after j of M decoder layers that attend to
+enc_i,
 
-One output projection for all exits; with pre-norm each passes through its stack's final LayerNorm. The N encoder
-exits are blocks of rows, so that each decoder layer runs once; the cross-entropy of all exits is formed chunk by
-chunk, so never more logits exist than of an ordinary model. ``exits: 2x2`` draws 2 encoder and 2 decoder exits for
-each update, the full depth always among them, as a function of (seed, update). The mean may be weighted. With
-recurrent stacks an exit is a number of loops.
+    enc_i = L^enc_i(enc_{i-1}),    dec_ij = L^dec_j(dec_i,j-1, enc_i),
+    loss = 1/(N M) sum_{i,j} CE(softmax(W dec_ij), Y).
 
-Legend: N rows, E exits, T target length, D model width.
+All exits share the output projection W. In pre-norm models every exit passes through the final LayerNorm of its
+stack.
+
+The N encoder exits are blocks of rows of one batch, so that each decoder layer runs once. The cross-entropy of all
+exits is computed chunk by chunk, which bounds the memory of the logits.
+
+Extensions of the paper:
+
+- ``exits=AxB`` draws A encoder exits and B decoder exits for each update, as a function of (seed, update), to reduce
+  the cost. Full depth is always among them. The loss is the mean over the drawn exits, in which full depth counts
+  more than in the mean over all exits.
+- ``weights`` makes the mean a weighted one.
+- In recurrent stacks an exit is a number of loops.
+
+Legend: N rows of the projection, E exits, T target length, D model width.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,25 +40,29 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.methods.transformer import SMALL
+from deepspeed_nmt.registry import SelfTest
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
-class MultiSoftmaxConfig(Config):
-    """Which exits are trained, and how much each weighs."""
+class MultiSoftmaxConfig(LikelihoodConfig):
+    """Exits to train, and their weights."""
 
-    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
     exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
-    weights: dict[str, float] = Field(default={}, description="of exits n-m in the mean, where not 1: {6-6: 2.0}")
+    weights: dict[str, float] = Field(default={}, description="weights of exits n-m, 1 by default: {6-6: 2.0}")
 
     @field_validator("exits", mode="before")
     @classmethod
     def _form(cls, value: object) -> str:
-        if not isinstance(value, str):  # 0x2 is a hexadecimal number in YAML
+        if not isinstance(value, str):  # YAML reads 0x2 as a hexadecimal number.
             raise ValueError(f"must be all, or a string AxB such as 2x2, A and B from 1, but is {value!r} in YAML")
         if value != "all" and not _EXITS.fullmatch(value):
             raise ValueError(f"must be all, or AxB such as 2x2, but is '{value}'")
@@ -60,38 +77,97 @@ class MultiSoftmaxConfig(Config):
 
     @property
     def drawn(self) -> tuple[int, int] | None:
-        """How many exits of each side an update has; None: all."""
+        """Numbers of encoder and decoder exits drawn for an update; None if all are used."""
         found = _EXITS.fullmatch(self.exits)
         return None if found is None else (int(found[1]), int(found[2]))
 
-    def trains(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
-        """Whether the exit of a model of so many stages is among those drawn at times, and weighs anything."""
+    def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
+        """Return True if the exit can be drawn and its weight is above 0."""
         sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
         drawn = all(stage == top or count > 1 for stage, top, count in sides)
         return drawn and self.weights.get(exit_name(encoder, decoder), 1.0) > 0.0
 
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse exits that the model lacks, weights that leave nothing to train, and layers that cannot be exits."""
+        stages = parts.model.exit_stages()
+        if stages is None:
+            yield (
+                f"objective.multi_softmax trains many exits, but model.name={parts.model.name} has only the one at "
+                "its top to train; use another objective, or model.name=transformer"
+            )
+            return
+        encoder, decoder = stages
+        for count, side in zip(self.drawn or (1, 1), stages, strict=True):
+            if count > side.total:
+                yield (
+                    f"objective.multi_softmax.exits must draw at most model.{side.setting} exits of that side, but "
+                    f"draws {count} of {side.total}; lower it"
+                )
+        every = [(n, m) for n in range(1, encoder.total + 1) for m in range(1, decoder.total + 1)]
+        if unknown := sorted(set(self.weights) - {exit_name(n, m) for n, m in every}):
+            yield (
+                "objective.multi_softmax.weights must name exits n-m up to "
+                f"{exit_name(encoder.total, decoder.total)}, but names {', '.join(unknown)}"
+            )
+        if not any(self.trains_exit(n, m, (encoder.total, decoder.total)) for n, m in every):
+            yield (
+                "objective.multi_softmax.weights must give one of the exits that are trained a weight above 0, but "
+                f"all of those of exits={self.exits} have weight 0; raise that of "
+                f"{exit_name(encoder.total, decoder.total)}"
+            )
+        if not any(parts.layer.attends_to_source(number) for number in range(1, decoder.layers + 1)):
+            yield (
+                "objective.multi_softmax translates from the decoder's first layer on, but the settings of "
+                f"layer.name={parts.layer.name} leave that layer no cross-attention; use a layer.drop_ratio below 1"
+            )
+
+
+SELF_TEST = SelfTest(
+    "exits",
+    {
+        "model": {
+            "name": "recurrent",
+            **SMALL,
+            "sharing": "closed_chain",
+            "encoder_loops": 3,
+            "decoder_loops": 2,
+        },
+        "objective": {"multi_softmax": {"exits": "2x2"}},
+    },
+)
+"""Sampled exits over the loops of a closed parameter chain."""
+
 
 class MultiSoftmax:
-    """Label-smoothed cross-entropy at many exits."""
+    """Label-smoothed cross-entropy, averaged over exits.
+
+    Args:
+        config: settings.
+        pad: padding token.
+    """
 
     def __init__(self, config: MultiSoftmaxConfig, pad: int) -> None:
         self.config = config
         self.pad = pad
 
-    def plan(self, passes: Passes) -> None:
-        """Ask for the update's exits."""
-        batch, stages = passes.batch, passes.model.stages
+    def request_passes(self, passes: Passes) -> None:
+        """Request the exits of the update."""
+        update, stages = passes.batch.update, passes.model.stages
         counts = self.config.drawn or stages
         passes.encoder_exits, passes.decoder_exits = (
-            _draw(total, count, batch.seed, randomness.Purpose.EXITS, batch.update, side)
+            _draw(total, count, update.seed, randomness.Purpose.EXITS, update.number, side)
             for side, (total, count) in enumerate(zip(stages, counts, strict=True))
         )
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
+        """Compute the weighted mean of the losses of all exits; see :class:`Likelihood`.
+
+        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the unweighted mean over exits.
+        """
         names = [name for name in passes[0] if name != TOP]
-        # Validation reads the top alone, which then counts even where training gives it no weight.
+        # Validation uses the top exit only, with weight 1 even if its weight in training is 0.
         weights = [1.0] if len(names) == 1 else [self.config.weights.get(name, 1.0) for name in names]
         share_E = torch.tensor(weights)
         share_E = share_E / share_E.sum().clamp(min=1e-30)
@@ -107,19 +183,19 @@ class MultiSoftmax:
         states_ND = [torch.cat([states[name].flatten(0, 1) for name in names]) for states in passes]
         loss, nll_N, kl = model.projection(states_ND, consume)
         nll_E = nll_N.view(len(names), -1).sum(dim=1)
-        terms = {"divergence": kl} if len(passes) > 1 else {}
+        metrics = {"divergence": kl} if len(passes) > 1 else {}
         if len(names) > 1:
-            terms["mean_exit_nll"] = nll_E.mean()
+            metrics["mean_exit_nll"] = nll_E.mean()
         top = names.index(f"{model.stages[0]}-{model.stages[1]}")
-        return LossOutput(loss, nll_E[top], terms)
+        return LossOutput(loss, nll_E[top], metrics)
 
 
 def _draw(total: int, count: int, *parts: int) -> list[int]:
-    """``count`` of the stages 1..total, the last always among them, rising."""
+    """Draw ``count`` of the stages 1..total, ascending, always including the last."""
     others = randomness.permutation(total - 1, *parts)[: count - 1]
     return sorted([*(int(stage) + 1 for stage in others), total])
 
 
 def build_multi_softmax(config: MultiSoftmaxConfig, vocabulary: Vocabulary) -> MultiSoftmax:
-    """The likelihood of a run."""
+    """Build the likelihood over exits."""
     return MultiSoftmax(config, vocabulary.pad)

@@ -1,22 +1,36 @@
-"""Decoders made of a target-language BERT (papers/parallel-mechanism-decoder), and what they are compared with.
+"""Decoders initialised from a target-language BERT: the parallel-mechanism decoder and its baselines.
 
-The encoder is a source-language BERT, whose top states are R. Write BERT's two sub-layers, each with its residual
-connection and LayerNorm, as
+Anonymous ACL submission: "Parallel Mechanism Decoders in Pretrained Language Model-based Neural Machine Translation"
+(undated; cites work up to 2023), equations 7 to 10.
 
-    S(x) = LN(x + SelfAttention(x))      F(x) = LN(x + FFN(x))      C(x) = LN(x + CrossAttention(x, R))
+The encoder is a source-language BERT with the top states R. The sub-layers of the decoder are those of BERT (Devlin,
+Chang, Lee, Toutanova: "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019), each
+with its own residual connection and LayerNorm, but with causal self-attention:
 
-with self-attention made causal. Decoder layer n is then
+    S(x) = LN(x + SelfAttention(x)),   C(x) = LN(x + CrossAttention(x, R)),   F(x) = LN(x + FFN(x)).
 
-    parallel      A = S(H) + C(H);   H' = F_c(A) + F(A)               (eq. 7-10; both networks read the sum)
-    serial        H' = F_2(C(F_1(S(H))))                              from two adjacent BERT layers
-    transformer   H' = F(C(S(H)))                                     cross-attention starts fresh
-    coordinator   H' = F(S(H)), and on top of all, layers F_c(C(H)) that start fresh
+A decoder layer computes, from the state H,
 
-In ``parallel``, C and F_c (the fusion sub-layer) start as copies of S and F (the encoding sub-layer) of the same BERT
-layer, LayerNorms included; in ``serial``, S and F_1 come from layer 2n-1, C and F_2 from layer 2n. On top stands
-BERT's language-model head. ``freeze`` keeps parts as they come: the encoding sub-layers (S and F, or S and F_1), both
-sides' embeddings with the output matrix tied to them, or the encoder. The papers' rows freeze the embeddings, but for
-the coordinator's, which has an output matrix of its own.
+    parallel      A = S(H) + C(H),  H' = F_c(A) + F(A)      (eq. 7-10)
+    serial        H' = F_2(C(F_1(S(H))))
+    transformer   H' = F(C(S(H)))
+    coordinator   H' = F(S(H));  above all of these, ``coordinator_layers`` layers H' = F_c(C(H))
+
+and is initialised as follows:
+
+- ``parallel``: S and F, the encoding sub-layer, from BERT layer n; C and F_c, the fusion sub-layer, as copies of
+  them, LayerNorms included.
+- ``serial``: S and F_1 from BERT layer 2n - 1, C and F_2 from BERT layer 2n.
+- ``transformer``: S and F from BERT layer n; C is random.
+- ``coordinator``: S and F from BERT layer n; the layers above are random. The external coordinator is the paper's
+  baseline after Duan and Zhao (2023).
+
+BERT's language-model head follows the top layer. ``freeze`` excludes parts from training: the encoding sub-layers (S
+and F, or S and F_1), the embeddings of both sides with the output matrix tied to them, or the encoder. All rows of
+the paper that start from BERTs freeze the embeddings, except the coordinator, which has an output matrix of its own.
+
+Deviation: the paper's text has each feed-forward network read one attention, equations 8 to 10 have both read the
+sum. The equations are implemented.
 
 Legend: B sentences, T target length, D model width, R rows = B x beam.
 """
@@ -28,10 +42,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
+from deepspeed_nmt.core.parts import DataVocabulary
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.methods import bert
-from deepspeed_nmt.methods.bert import BertPair, Loader
+from deepspeed_nmt.methods.bert import parts
+from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
+from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
@@ -41,111 +58,153 @@ from deepspeed_nmt.nn.layers import (
     DecoderLayer,
     EncoderLayer,
     MakeDecoderLayer,
-    attend_across,
-    attend_back,
-    feed,
+    cross_attention_sublayer,
+    feed_forward_sublayer,
+    self_attention_sublayer,
 )
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
+from deepspeed_nmt.registry import SelfTest
 
 Decoder = Literal["parallel", "serial", "transformer", "coordinator"]
 Part = Literal["encoding", "embeddings", "encoder"]
 
 
 class BertDecoderConfig(BertPair):
-    """A translation model of two BERTs."""
+    """Settings of a model initialised from two BERTs."""
 
     name: Literal["bert"] = "bert"
-    decoder: Decoder = Field(default="parallel", description="parallel, serial, transformer, or coordinator")
-    pretrained: bool = Field(default=True, description="start from the BERTs' weights; false: only their shapes")
-    freeze: tuple[Part, ...] = Field(
-        default=("embeddings",), description="parts that are not trained: encoding, embeddings, encoder"
+    decoder: Decoder = Field(default="parallel", description="decoder layer that the target's BERT is made into")
+    pretrained: bool = Field(default=True, description="start from the BERTs' weights, not only their shapes")
+    freeze: tuple[Part, ...] = Field(default=("embeddings",), description="parts excluded from training")
+    tie_output: bool = Field(default=True, description="tie the output matrix to the target's embeddings")
+    coordinator_layers: int = Field(
+        default=12, ge=1, description="layers with cross-attention on top, for decoder=coordinator"
     )
-    tie_output: bool = Field(default=True, description="the output matrix is the target's embedding matrix")
-    coordinator_layers: int = Field(default=12, ge=1, description="of decoder=coordinator")
 
     @model_validator(mode="after")
     def _check(self) -> BertDecoderConfig:
         if self.decoder == "serial" and self.target.layers % 2:
             raise ValueError(
-                f"decoder=serial makes a layer of every two BERT layers, but the target has {self.target.layers}; "
+                f"decoder=serial makes each layer from two BERT layers, but the target has {self.target.layers}; "
                 "use a BERT with an even number of layers, or another decoder"
             )
         if self.freeze and not self.pretrained:
-            raise ValueError(
-                "freeze keeps weights as they come, but with pretrained=false they are random; set freeze=[]"
-            )
+            raise ValueError(f"freeze must be [] if pretrained is false, but is {list(self.freeze)}; set freeze=[]")
         return self
+
+    def check_data(self, tokenizer: DataVocabulary) -> None:
+        """Refuse data that does not fit pretrained weights; random weights fit any data."""
+        if self.pretrained:
+            super().check_data(tokenizer)
+
+
+SELF_TEST = SelfTest(
+    "berts",
+    {
+        "model": {
+            "name": "bert",
+            "source": SMALL_BERT,
+            "target": SMALL_BERT,
+            "attention_dropout": 0.0,
+            "freeze": ["encoding", "embeddings"],
+        }
+    },
+)
+"""The parallel decoder with frozen embeddings and encoding sub-layers."""
 
 
 class Encoding(CrossAttending):
-    """The parts of a layer that encode the target's prefix, S and F, and those that fuse it with the source."""
+    """Parts of a decoder layer with an encoding sub-layer (S and F) and a fusion sub-layer (C and F_c).
 
-    def __init__(self, shape: bert.BertShape, pair: BertPair) -> None:
+    Args:
+        shape: shape of the target's BERT.
+        pair: settings of dropout.
+    """
+
+    def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.self_attention = bert.attention(shape, pair)
-        self.self_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
-        self.cross_attention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.fusion = bert.feed_forward(shape)
-        self.fusion_residual = bert.residual(shape, pair)
+        self.self_attention = parts.attention(shape, pair)
+        self.self_residual: Residual = parts.residual(shape, pair)
+        self.feed_forward = parts.feed_forward(shape)
+        self.feed_forward_residual: Residual = parts.residual(shape, pair)
+        self.cross_attention = parts.attention(shape, pair)
+        self.cross_residual: Residual = parts.residual(shape, pair)
+        self.fusion = parts.feed_forward(shape)
+        self.fusion_residual = parts.residual(shape, pair)
 
     def attend(self, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
-        """S. Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        return attend_back(self.self_attention, self.self_residual, x_BTD, cache)
+        """Apply S.
+
+        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
+        """
+        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
 
     def encoding(self) -> list[nn.Module]:
-        """What ``freeze: encoding`` freezes."""
+        """Return the modules of the encoding sub-layer."""
         return [self.self_attention, self.self_residual, self.feed_forward, self.feed_forward_residual]
 
 
 class ParallelLayer(Encoding):
-    """A = S(H) + C(H); H' = F_c(A) + F(A)."""
+    """Decoder layer A = S(H) + C(H), H' = F_c(A) + F(A)."""
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        crossed = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        """Apply the layer.
+
+        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
+        """
+        crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
         sum_BTD = self.attend(x_BTD, cache) + crossed
-        return feed(self.fusion, self.fusion_residual, sum_BTD) + feed(
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD) + feed_forward_sublayer(
             self.feed_forward, self.feed_forward_residual, sum_BTD
         )
 
 
 class SerialLayer(Encoding):
-    """H' = F_2(C(F_1(S(H))))."""
+    """Decoder layer H' = F_2(C(F_1(S(H)))), where ``fusion`` is F_2."""
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = feed(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.fusion, self.fusion_residual, x_BTD)
+        """Apply the layer.
+
+        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
+        """
+        x_BTD = feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.fusion, self.fusion_residual, x_BTD)
 
 
 class CoordinatorLayer(CrossAttending):
-    """H' = F_c(C(H)): it sees the prefix through the states of the BERT below alone."""
+    """Decoder layer H' = F_c(C(H)), without self-attention.
+
+    Args:
+        shape: shape of the target's BERT.
+        pair: settings of dropout.
+    """
 
     self_residual: None = None
 
-    def __init__(self, shape: bert.BertShape, pair: BertPair) -> None:
+    def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.cross_attention = bert.attention(shape, pair)
-        self.cross_residual: Residual = bert.residual(shape, pair)
-        self.feed_forward = bert.feed_forward(shape)
-        self.feed_forward_residual: Residual = bert.residual(shape, pair)
+        self.cross_attention = parts.attention(shape, pair)
+        self.cross_residual: Residual = parts.residual(shape, pair)
+        self.feed_forward = parts.feed_forward(shape)
+        self.feed_forward_residual: Residual = parts.residual(shape, pair)
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)"""
-        x_BTD = attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
+        """Apply the layer.
+
+        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
+        """
+        x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
 
 class BertTransformer(Transformer):
-    """Encoder and decoder made of two BERTs. Built by :func:`build_bert_decoder`."""
+    """Transformer whose encoder and decoder have the layers of two BERTs. Built by :func:`build_bert_decoder`."""
 
     config: BertDecoderConfig
 
+    @override
     def load_pretrained(self) -> bool:
         config = self.config
         if not config.pretrained:
@@ -167,7 +226,7 @@ class BertTransformer(Transformer):
 
 
 def _load_decoder_layer(target: Loader, layer: nn.Module, number: int) -> None:
-    """The weights of layer ``number``, from 0, of a decoder."""
+    """Load the weights of decoder layer ``number``, counted from 0."""
     if isinstance(layer, CoordinatorLayer):
         return
     assert isinstance(layer, (Encoding, DecoderLayer))
@@ -182,11 +241,17 @@ def _load_decoder_layer(target: Loader, layer: nn.Module, number: int) -> None:
 def build_bert_decoder(
     config: BertDecoderConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer | None = None
 ) -> BertTransformer:
-    """A model whose weights are still to be loaded; ``make_layer`` is not used, the decoder makes its own layers."""
-    source_embedding = bert.embedding(config.source, config, vocabulary.source)
-    target_embedding = bert.embedding(config.target, config, vocabulary)
-    transform, projection = bert.head(config.target, target_embedding, config.tie_output, vocabulary)
-    encoder = [bert.bert_layer(config.source, config) for _ in range(config.source.layers)]
+    """Build a randomly initialised model, into which the BERTs are to be loaded.
+
+    Args:
+        config: settings.
+        vocabulary: vocabulary of the target, and of the source.
+        make_layer: not used; the model makes its own layers.
+    """
+    source_embedding = parts.embedding(config.source, config, vocabulary.source)
+    target_embedding = parts.embedding(config.target, config, vocabulary)
+    transform, projection = parts.head(config.target, target_embedding, config.tie_output, vocabulary)
+    encoder = [parts.bert_layer(config.source, config) for _ in range(config.source.layers)]
     decoder = _decoder_layers(config)
     model = BertTransformer(
         source_embedding,
@@ -197,7 +262,7 @@ def build_bert_decoder(
         vocabulary.pad,
     )
     model.config, model.mask = config, vocabulary.mask
-    bert.initialise(model)
+    parts.initialise(model)
     for part in config.freeze:
         for module in _parts(model, part):
             module.requires_grad_(False)
@@ -209,12 +274,12 @@ def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
 
     def plain(crossing: bool) -> DecoderLayer:
         return DecoderLayer(
-            self_attention=bert.attention(shape, config),
-            self_residual=bert.residual(shape, config),
-            cross_attention=bert.attention(shape, config) if crossing else None,
-            cross_residual=bert.residual(shape, config) if crossing else None,
-            feed_forward=bert.feed_forward(shape),
-            feed_forward_residual=bert.residual(shape, config),
+            self_attention=parts.attention(shape, config),
+            self_residual=parts.residual(shape, config),
+            cross_attention=parts.attention(shape, config) if crossing else None,
+            cross_residual=parts.residual(shape, config) if crossing else None,
+            feed_forward=parts.feed_forward(shape),
+            feed_forward_residual=parts.residual(shape, config),
         )
 
     made: dict[Decoder, Callable[[], list[nn.Module]]] = {
@@ -230,7 +295,7 @@ def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
 
 
 def _parts(model: BertTransformer, part: Part) -> list[nn.Module]:
-    """What ``freeze`` names."""
+    """Return the modules of a part that ``freeze`` can contain."""
     if part == "encoder":
         return [model.encoder]
     if part == "embeddings":

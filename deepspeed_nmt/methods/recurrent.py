@@ -1,19 +1,24 @@
-"""Recurrent stacks of shared layers, and the closed parameter chain (papers/recurrent-shared-layers).
+"""Recurrent stacks: layers that are applied several times, in the same or in alternating direction.
 
-**Stacked sharing (eq. 7).** A block of N layers runs T times; with x the embedded source or target,
+Li, Li: "Recurrent multiple shared layers in Depth for Neural Machine Translation", 2021.
 
-    B_0 = x,    B_t = (output of block t-1) + x.
+**Stacked sharing (eq. 7).** A block of N layers is applied T times. With x the embedded source or target, the input
+of application t is
 
-**Closed parameter chain (eq. 8, 9).** The N layers are walked there and back,
+    B_0 = x,    B_t = block(B_{t-1}) + x.
 
-    W0 W1 .. W(N-1) | W(N-2) .. W0 | W1 .. W(N-1) | ...,
+**Closed parameter chain (eq. 8 and 9).** The N layers are applied in ascending and descending order alternately,
 
-the layer at each turn applied once, and x is added to the state at each turn. With N = 4 and T = 2 that is seven
-applications.
+    W_0 W_1 .. W_{N-1} | W_{N-2} .. W_0 | W_1 .. W_{N-1} | ...,
 
-T is set for encoder and decoder separately; 1 means no recurrence. Each application has its own cache in decoding.
-Parameters exist once. An exit is a number of loops. (Eq. 9 prints dS6/dW2 as a product; its sum is what the walk
-gives. The paper's conclusion and Table 3 name parts of another paper; they are left out.)
+T times in all. The last layer of a loop is not repeated at the start of the next one, where x is added to the state.
+With N = 4 and T = 2 there are seven applications.
+
+Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once, but in decoding each application
+has a cache of its own. An exit is a number of loops.
+
+Deviations: equation 9 prints dS6/dW2 as a product, where the chain yields a sum. The paper's conclusion and Table 3
+name parts of another method ("RTAL", binary trees), which are not implemented.
 """
 
 from __future__ import annotations
@@ -22,26 +27,32 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
-from deepspeed_nmt.nn.stack import Walk
+from deepspeed_nmt.nn.stack import LayerOrder
 
 Sharing = Literal["stacked", "closed_chain"]
 
 
 class RecurrentConfig(TransformerShape):
-    """A Transformer whose stacks run several times over their layers. Layers are counted once each."""
+    """Settings of a Transformer with recurrent stacks. The numbers of layers do not count repetitions."""
 
     name: Literal["recurrent"] = "recurrent"
     sharing: Sharing = Field(
-        default="stacked", description="stacked: from the start each time; closed_chain: there and back"
+        default="stacked",
+        description="stacked: each loop starts at the lowest layer; closed_chain: loops go up and down in turn",
     )
-    encoder_loops: int = Field(default=5, ge=1, description="T of the encoder; 1: no recurrence")
-    decoder_loops: int = Field(default=2, ge=1, description="T of the decoder; 1: no recurrence")
+    encoder_loops: int = Field(
+        default=5, ge=1, description="loops over the layers of the encoder (T); 1: no recurrence"
+    )
+    decoder_loops: int = Field(
+        default=2, ge=1, description="loops over the layers of the decoder (T); 1: no recurrence"
+    )
 
     @model_validator(mode="after")
-    def _turns(self) -> RecurrentConfig:
+    def _check_chain(self) -> RecurrentConfig:
         if self.sharing == "closed_chain":
             for side, layers, loops in (
                 ("encoder", self.encoder_layers, self.encoder_loops),
@@ -49,33 +60,46 @@ class RecurrentConfig(TransformerShape):
             ):
                 if loops > 1 and layers < 2:
                     raise ValueError(
-                        f"sharing=closed_chain needs 2 layers to go back and forth on, but {side}_layers is 1 and "
+                        f"sharing=closed_chain needs 2 layers or more, but {side}_layers is 1 and "
                         f"{side}_loops is {loops}; use more layers, or sharing=stacked"
                     )
         return self
 
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """Return the loops of encoder and decoder as stages."""
+        return (
+            Stages("encoder_loops", self.encoder_loops, self.encoder_layers),
+            Stages("decoder_loops", self.decoder_loops, self.decoder_layers),
+        )
 
-def walk(sharing: Sharing, layers: int, loops: int) -> Walk:
-    """The order in which N layers are applied in T loops; each loop ends at an exit."""
-    there = list(range(layers))
-    order, stages, inputs_at = list(there), [layers], set()
+
+def layer_order(sharing: Sharing, layers: int, loops: int) -> LayerOrder:
+    """Return the order in which a recurrent stack applies its layers. Each loop ends at an exit.
+
+    Args:
+        sharing: order of the layers within a loop.
+        layers: N.
+        loops: T.
+    """
+    ascending = list(range(layers))
+    order, stages, inputs_at = list(ascending), [layers], set()
     for _ in range(1, loops):
         inputs_at.add(len(order))
         if sharing == "stacked":
-            order += there
+            order += ascending
         else:
-            # The layer at the turn was the last one applied.
+            # Continue next to the layer that was applied last.
             order += range(layers - 2, -1, -1) if order[-1] == layers - 1 else range(1, layers)
         stages.append(len(order))
-    return Walk(tuple(order), frozenset(inputs_at), tuple(stages))
+    return LayerOrder(tuple(order), frozenset(inputs_at), tuple(stages))
 
 
 def build_recurrent(
     config: RecurrentConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
-    """A freshly initialised recurrent Transformer."""
-    walks = (
-        walk(config.sharing, config.encoder_layers, config.encoder_loops),
-        walk(config.sharing, config.decoder_layers, config.decoder_loops),
+    """Build a freshly initialised recurrent Transformer."""
+    orders = (
+        layer_order(config.sharing, config.encoder_layers, config.encoder_loops),
+        layer_order(config.sharing, config.decoder_layers, config.decoder_loops),
     )
-    return build_transformer(config, vocabulary, make_layer, walks)
+    return build_transformer(config, vocabulary, make_layer, orders)

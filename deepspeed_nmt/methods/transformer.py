@@ -1,7 +1,13 @@
-"""The Transformer (Vaswani et al. 2017) at any depth, with what deep ones need.
+"""The Transformer, with the normalisation and initialisation of deep ones.
 
-- pre-norm with a final LayerNorm on each stack (Wang et al. 2019), post-norm, or DeepNorm (Wang et al. 2022);
-- Xavier initialisation, or scaled down with depth: layer l times 1/sqrt(l) (Zhang et al. 2019, DS-Init, alpha = 1).
+Vaswani, Shazeer, Parmar, Uszkoreit, Jones, Gomez, Kaiser, Polosukhin: "Attention Is All You Need", 2017.
+
+- Normalisation: post-norm, LN(x + f(x)); pre-norm, x + f(LN(x)), with a final LayerNorm on each stack (Wang, Li,
+  Xiao, Zhu, Li, Wong, Chao: "Learning Deep Transformer Models for Machine Translation", 2019); or DeepNorm, LN(alpha
+  x + f(x)) (Wang, Ma, Dong, Huang, Zhang, Wei: "DeepNet: Scaling Transformers to 1,000 Layers", 2022).
+- Initialisation: Xavier uniform; or depth-scaled, with the weights of layer l multiplied by 1/sqrt(l) (Zhang, Titov,
+  Sennrich: "Improving Deep Transformer with Depth-Scaled Initialization and Merged Attention", 2019, DS-Init with
+  alpha = 1).
 
 Legend: B sentences, S source length, T target length, D model width, V vocabulary, R rows = B x beam.
 """
@@ -10,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
+from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -32,29 +40,40 @@ from deepspeed_nmt.nn.layers import (
     MakeDecoderLayer,
     make_decoder_layer,
 )
-from deepspeed_nmt.nn.stack import LayerStack, Walk
+from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import SelfTest
 
 
-class TransformerShape(Config):
-    """Shape and regularisation of a Transformer. The defaults are BASE."""
+class TransformerShape(ModelConfig):
+    """Shape, dropout and initialisation of a Transformer. The defaults are those of BASE."""
 
-    dim: int = Field(default=512, ge=2, description="D, model width")
+    dim: int = Field(default=512, ge=2, description="width of the states (D)")
     ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
     heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
-    encoder_layers: int = Field(default=6, ge=1, description="N")
-    decoder_layers: int = Field(default=6, ge=1, description="M")
-    norm: NormStyle = Field(default="pre", description="where LayerNorm stands: pre, post, or deepnorm")
+    encoder_layers: int = Field(default=6, ge=1, description="layers of the encoder (N)")
+    decoder_layers: int = Field(default=6, ge=1, description="layers of the decoder (M)")
+    norm: NormStyle = Field(
+        default="pre",
+        description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",
+    )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",
-        description="all: one matrix for source, target and output; decoder: for target and output; none: three",
+        description="all: one matrix for source, target and output; decoder: one for target and output; none: three",
     )
-    activation: Activation = Field(default="relu", description="non-linearity of the feed-forward networks")
-    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="on embeddings and sub-layer outputs")
-    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="on attention weights")
-    activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="after the feed-forward non-linearity")
+    activation: Activation = Field(default="relu", description="activation of the feed-forward networks")
+    dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of embeddings and sub-layer outputs")
+    attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout of attention weights")
+    activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout after the activation")
+
+    learning_fields: ClassVar[frozenset[str]] = frozenset(
+        {"init", "dropout", "attention_dropout", "activation_dropout"}
+    )
+    shape_fields: ClassVar[frozenset[str]] = frozenset(
+        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation"}
+    )
+    depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
 
     @model_validator(mode="after")
     def _check(self) -> TransformerShape:
@@ -66,24 +85,76 @@ class TransformerShape(Config):
                 f"use {' or '.join(map(str, nearest))} heads"
             )
         if self.norm == "deepnorm" and self.init != "xavier":
-            raise ValueError("norm=deepnorm brings its own initialisation; leave init at xavier")
+            raise ValueError(
+                f"init must be xavier if norm is deepnorm, which has its own, but is {self.init}; set init=xavier"
+            )
         return self
+
+    def custom_layers(self) -> tuple[str, int] | None:
+        """Return the setting and number of the decoder layers, all of which are built by ``layer``."""
+        return "model.decoder_layers", self.decoder_layers
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """Return the layers of encoder and decoder as stages."""
+        return Stages("encoder_layers", self.encoder_layers, 1), Stages("decoder_layers", self.decoder_layers, 1)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse weights of another shape; the depth may differ."""
+        refuse_differences(self.differences(other, self.shape_fields), "model", where)
 
 
 class TransformerConfig(TransformerShape):
-    """A Transformer whose layers are applied once each."""
+    """Settings of a Transformer that applies each layer once."""
 
     name: Literal["transformer"] = "transformer"
 
 
-class StandardLayerConfig(Config):
-    """Decoder layers as they are in Vaswani et al. 2017; nothing to set."""
+class StandardLayerConfig(LayerConfig):
+    """Standard decoder layers (Vaswani et al. 2017), which have no settings."""
 
     name: Literal["standard"] = "standard"
 
 
+SMALL = {"dim": 32, "ffn_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "activation": "gelu"}
+"""Shape of the Transformers in self-tests.
+
+The activation is GELU, because the gradient of a ReLU is discontinuous at 0: rounding differences between engines
+would then change gradients.
+"""
+
+SELF_TEST = SelfTest("vanilla", {"model": {"name": "transformer", **SMALL}})
+"""A plain Transformer."""
+
+
+def refuse_differences(differences: Sequence[str], part: str, where: str) -> None:
+    """Refuse weights of another run if settings differ.
+
+    Args:
+        differences: phrases returned by :meth:`ModelConfig.differences`.
+        part: part of this run's model that would load the weights, for messages.
+        where: directory of the other run, for messages.
+
+    Raises:
+        ConfigError: if there are differences.
+    """
+    if differences:
+        raise ConfigError(
+            f"the {part} must be that of {where}, but {' and '.join(differences)}; make these settings those of "
+            f"{where}/config.yaml"
+        )
+
+
 class Transformer(TranslationModel):
-    """Encoder-decoder Transformer. Built by :func:`build_transformer`."""
+    """Encoder-decoder Transformer. Built by :func:`build_transformer`.
+
+    Args:
+        source_embedding: embedding of the source.
+        target_embedding: embedding of the target.
+        encoder: stack of encoder layers.
+        decoder: stack of decoder layers.
+        projection: projection to the target's vocabulary.
+        pad: padding token.
+    """
 
     def __init__(
         self,
@@ -105,13 +176,16 @@ class Transformer(TranslationModel):
         self.longest_source, self.longest_target = source_embedding.positions, target_embedding.positions
 
     @property
+    @override
     def stages(self) -> tuple[int, int]:
         return self.encoder.stages, self.decoder.stages
 
     @property
+    @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
         return [self.encoder], [self.decoder]
 
+    @override
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
         mask = self.source_mask(source_BS, padded)
         states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
@@ -119,6 +193,7 @@ class Transformer(TranslationModel):
             return Memory(states[0], mask)
         return Memory(torch.cat(states), None if mask is None else mask.repeat(len(states), 1, 1, 1))
 
+    @override
     def decode(
         self,
         target_input_BT: Tensor,
@@ -130,6 +205,7 @@ class Transformer(TranslationModel):
         states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context, exits=exits)
         return states
 
+    @override
     def at_exit(self, name: str) -> Transformer:
         if name == TOP:
             return self
@@ -146,9 +222,11 @@ class Transformer(TranslationModel):
         cut.mask = self.mask
         return cut.train(self.training)
 
+    @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.applications)
 
+    @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
         embedded = self.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
@@ -161,26 +239,28 @@ def build_transformer(
     config: TransformerShape,
     vocabulary: Vocabulary,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> Transformer:
-    """A freshly initialised Transformer; the weights follow torch's global seed.
+    """Build a Transformer, initialised from torch's global generator.
 
     Args:
-        make_layer: makes the decoder's layers.
-        walks: in what order encoder and decoder apply their layers; default each once.
+        config: shape.
+        vocabulary: vocabulary of the target, and of the source.
+        make_layer: function that makes the decoder layers, numbered from 1.
+        orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
 
     Raises:
-        ConfigError: if the two sides are to share an embedding, but have vocabularies of their own.
+        ConfigError: if source and target share an embedding, but not a vocabulary.
     """
     if config.share_embeddings == "all" and vocabulary.own_source is not None:
         raise ConfigError(
-            "model.share_embeddings must be decoder or none where source and target have vocabularies of their own, "
+            "model.share_embeddings must be decoder or none if source and target have different vocabularies, "
             "but is all; set model.share_embeddings=decoder"
         )
     target_weight = _embedding(vocabulary, config.dim)
     source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
-    encoder, decoder = build_stacks(config, make_layer, walks)
+    encoder, decoder = build_stacks(config, make_layer, orders)
     return Transformer(
         source_embedding=TokenEmbedding(source_weight, config.dropout),
         target_embedding=TokenEmbedding(target_weight, config.dropout),
@@ -194,20 +274,26 @@ def build_transformer(
 def build_stacks(
     config: TransformerShape,
     make_layer: MakeDecoderLayer = make_decoder_layer,
-    walks: tuple[Walk | None, Walk | None] = (None, None),
+    orders: tuple[LayerOrder | None, LayerOrder | None] = (None, None),
 ) -> tuple[LayerStack, LayerStack]:
-    """A freshly initialised encoder and decoder stack."""
+    """Build freshly initialised stacks of encoder and decoder layers.
+
+    Args:
+        config: shape.
+        make_layer: function that makes the decoder layers, numbered from 1.
+        orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
+    """
     encoder = [_encoder_layer(_parts(config, "encoder")) for _ in range(config.encoder_layers)]
     decoder = [make_layer(number, _parts(config, "decoder")) for number in range(1, config.decoder_layers + 1)]
     for layers, (_, beta) in ((encoder, _deepnorm(config, "encoder")), (decoder, _deepnorm(config, "decoder"))):
         for number, layer in enumerate(layers, 1):
             _initialise(layer, beta, 1.0 / math.sqrt(number) if config.init == "depth_scaled" else 1.0)
     final_norms = [LayerNorm(config.dim) if config.norm == "pre" else None for _ in range(2)]
-    return LayerStack(encoder, walks[0], final_norms[0]), LayerStack(decoder, walks[1], final_norms[1])
+    return LayerStack(encoder, orders[0], final_norms[0]), LayerStack(decoder, orders[1], final_norms[1])
 
 
 def build_standard_layer(config: StandardLayerConfig, number: int, parts: LayerParts) -> DecoderLayer:
-    """A decoder layer with nothing special about it."""
+    """Build a standard decoder layer."""
     return make_decoder_layer(number, parts)
 
 
@@ -236,7 +322,10 @@ def _encoder_layer(parts: LayerParts) -> EncoderLayer:
 
 
 def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> tuple[float, float]:
-    """(alpha, beta): residual weight and initialisation gain (Wang et al. 2022, table 1); 1 for other norms."""
+    """Return DeepNorm's residual weight alpha and initialisation gain beta (Wang et al. 2022, table 1).
+
+    Both are 1 for other kinds of normalisation.
+    """
     if config.norm != "deepnorm":
         return 1.0, 1.0
     n, m = config.encoder_layers, config.decoder_layers
@@ -246,10 +335,10 @@ def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> 
 
 
 def _initialise(layer: nn.Module, beta: float, depth_scale: float) -> None:
-    """Xavier uniform; queries and keys unscaled by DeepNorm's ``beta``, everything by the depth's scale.
+    """Initialise a layer: matrices with Xavier uniform times ``depth_scale``, biases with zeros.
 
-    q, k and v are initialised as parts of one D x 3D matrix would be (gain 1/sqrt 2), which for square matrices
-    is what keeps attention's output at the variance of a single projection.
+    All matrices but those of queries and keys are also multiplied by DeepNorm's ``beta``. The matrices of queries,
+    keys and values have a gain of 1/sqrt(2), as parts of one D x 3D matrix would have.
     """
     for name, module in layer.named_modules():
         if not isinstance(module, nn.Linear):

@@ -1,1 +1,1 @@
-"""Building blocks of the models in pure torch: no configuration, no communication, no engine."""
+"""Building blocks of models, in pure torch: they know no configuration, communication or engine."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.attention import attention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
+from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Epilogue, Linear
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(nn.Module, UsesKernels):
     """Attention(Q, K, V) with H heads (Vaswani et al. 2017, 3.2.2).
 
-    The key projection has no bias: adding the same vector to all keys shifts a query's scores by a constant, which
-    the softmax removes, so that bias would never have a gradient other than rounding noise.
+    The key projection has no bias: the same vector added to all keys shifts a query's scores by a constant, which the
+    softmax removes, so the gradient of that bias would be rounding noise.
 
-    Head counts come from the tensors (``view(..., -1, head_dim)``), so a rank that holds only some of the heads
+    The number of heads is read from the tensors (``view(..., -1, head_dim)``), so a rank that holds some of the heads
     runs the same code.
 
     Args:
@@ -38,7 +38,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = Linear(dim, dim)
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
-        """Project what is attended to. Shape: (B,S,D) -> two of (B,H,S,K)."""
+        """Project the states to attend to. Shape: (B,S,D) -> two of (B,H,S,K)."""
         return KeysValues(self._split(self.k_proj(memory_BSD)), self._split(self.v_proj(memory_BSD)))
 
     def forward(
@@ -52,9 +52,11 @@ class MultiHeadAttention(nn.Module):
         """Attend over whole sentences.
 
         Args:
+            query_BTD: states that attend.
+            memory_BSD: states to attend to.
             mask: bool (B,1,1,S), True for keys that are not padding; None when none is.
             causal: position t sees positions 0..t only.
-            then: what follows the output's projection.
+            then: epilogue of the output projection.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D)
         """
@@ -62,13 +64,13 @@ class MultiHeadAttention(nn.Module):
         return out
 
     def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """What all heads found, joined. Shape: (B,T,D), (B,S,D) -> (B,T,D)"""
+        """Compute the outputs of all heads, concatenated. Shape: (B,T,D), (B,S,D) -> (B,T,D)."""
         return self._attend(query_BTD, self.keys_values(memory_BSD), mask, causal)
 
     def step_self(self, query_R1D: Tensor, cache: LayerCache, then: Epilogue | None = None) -> Tensor:
-        """Attend to all positions so far of each hypothesis, and remember the new ones.
+        """Attend to all positions of each hypothesis so far, and cache the new one.
 
-        A sentence's hypotheses are attended to together, each looking at the cached positions that it descends from.
+        The hypotheses of a sentence are computed together; each sees the cached positions that it descends from.
 
         Shape: (R,1,D) -> (R,1,D)
         """
@@ -81,9 +83,9 @@ class MultiHeadAttention(nn.Module):
     def step_cross(
         self, query_RTD: Tensor, memory: KeysValues, mask: Tensor | None, then: Epilogue | None = None
     ) -> Tensor:
-        """Attend to the source from every hypothesis of a sentence, whose keys exist once per sentence.
+        """Attend to the source from every hypothesis; its keys and values are held once per sentence.
 
-        The beam's rows stand in for query positions: nothing is copied per hypothesis.
+        The hypotheses of a sentence are treated as query positions, so nothing is copied for each.
 
         Shape: (R,T,D), memory of (B,H,S,K), mask (B,1,1,S) -> (R,T,D)
         """
@@ -99,7 +101,7 @@ class MultiHeadAttention(nn.Module):
 
     def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
         batch, length, _ = query_BTD.shape
-        attended_BHTK = attention(
+        attended_BHTK = self.kernels.attention(
             self._split(self.q_proj(query_BTD)),
             memory.keys,
             memory.values,

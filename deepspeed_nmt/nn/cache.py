@@ -1,9 +1,9 @@
-"""What a decoder remembers between two steps of a search.
+"""The state that a decoder keeps between two steps of a search.
 
-Self-attention's keys and values stay where they were written. When a search copies and drops hypotheses, only a
-small table of booleans follows: which of the positions cached for its sentence each hypothesis descends from.
-Attention then looks at all of a sentence's positions through that table. So the many megabytes of a deep decoder's
-cache are moved only when sentences leave, and the hypotheses of a sentence are attended to together.
+The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only a
+small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from.
+Attention masks a sentence's positions by that table. So the many megabytes of a deep decoder's cache are moved only
+when sentences leave the batch, and the hypotheses of a sentence attend in one operation.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
 target positions of a sentence (those of all its hypotheses).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 64
-"""Positions by which a self-attention cache grows at least."""
+"""Least number of positions by which a self-attention cache grows."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class KeysValues:
     values: Tensor
 
     def select(self, sentences_B: Tensor) -> KeysValues:
-        """Those of some of the sentences, in the given order."""
+        """Return those of some of the sentences, in the given order."""
         return KeysValues(self.keys.index_select(0, sentences_B), self.values.index_select(0, sentences_B))
 
 
 class Ancestry:
-    """Which cached positions each hypothesis descends from; one for all layers.
+    """The cached positions that each hypothesis descends from; all layers share it.
 
     Attributes:
-        sentences: B; 0 before the first step, whose rows are the sentences.
+        sentences: B; 0 before the first step, which has one row per sentence.
         positions: P.
     """
 
@@ -46,7 +46,7 @@ class Ancestry:
         self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
 
     def advance(self, rows: int, device: torch.device) -> None:
-        """Each row has gained a position, which only it descends from."""
+        """Add a position for each row, from which only that row descends."""
         if self.sentences == 0:
             self.sentences = rows
             self._mask_RP = torch.empty(rows, 0, dtype=torch.bool, device=device)
@@ -55,28 +55,28 @@ class Ancestry:
         self.positions = self._mask_RP.shape[1]
 
     def select(self, rows_R: Tensor, sentences: int) -> None:
-        """The new hypotheses continue the old ones ``rows_R``."""
+        """Continue the hypotheses ``rows_R``."""
         self.sentences = sentences
         self._mask_RP = self._mask_RP.index_select(0, rows_R)
 
     def mask(self) -> Tensor | None:
-        """bool (B,1,W,P) for attention; None where every hypothesis descends from all that is cached."""
+        """Return the mask for attention, bool (B,1,W,P); None if every hypothesis descends from all positions."""
         if self._mask_RP.shape[0] == self.sentences:
-            # One hypothesis a sentence: greedy, or the first step. What is cached is all its own.
+            # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
             return None
         return self._mask_RP.view(self.sentences, 1, -1, self.positions)
 
 
 class LayerCache:
-    """The memory of one layer *application*: a layer used twice has two.
+    """The cache of one layer *application*: a layer that is applied twice has two.
 
     Args:
-        ancestry: the decoder's, shared by its layers.
+        ancestry: of the decoder, shared by its layers.
 
     Attributes:
-        cross: keys and values of the source, one row per sentence whatever the beam; None before the first step
-            or in a layer without cross-attention.
-        length: target positions of a hypothesis seen so far.
+        cross: keys and values of the source, one row per sentence for any beam; None before the first step, or in a
+            layer without cross-attention.
+        length: target positions of a hypothesis so far.
     """
 
     def __init__(self, ancestry: Ancestry) -> None:
@@ -87,11 +87,11 @@ class LayerCache:
         self._buffer: KeysValues | None = None
 
     def append(self, new: KeysValues) -> tuple[KeysValues, Tensor | None]:
-        """Add the keys and values of each hypothesis' newest position.
+        """Append the keys and values of the newest position of each hypothesis.
 
         Returns:
-            Keys and values of all positions of each sentence, and who may look where: bool (B,1,W,P), or None if
-            everybody may look everywhere.
+            Keys and values of all positions of each sentence, and a mask, bool (B,1,W,P), True where a hypothesis
+            sees a position; None if it sees all.
 
         Shape: (R,H,1,K) -> (B,H,P,K)
         """
@@ -129,9 +129,9 @@ class LayerCache:
 
 
 class DecoderCache:
-    """The memory of a whole decoder: one :class:`LayerCache` per layer application.
+    """The cache of a whole decoder: one :class:`LayerCache` per layer application.
 
-    The first step takes one row for each sentence; :meth:`select` makes them more.
+    The first step takes one row per sentence; :meth:`select` widens them to several.
     """
 
     def __init__(self, applications: int) -> None:
@@ -140,20 +140,20 @@ class DecoderCache:
 
     @property
     def length(self) -> int:
-        """Target positions of a hypothesis seen so far."""
+        """Target positions of a hypothesis so far."""
         return self.layers[0].length if self.layers else 0
 
     def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
         """Continue the hypotheses ``rows_R``: some may be dropped, some continued several times.
 
         Args:
-            rows_R: rows of the last step, a sentence's rows adjacent, equally many for each sentence.
-            sentences_B: the sentences of the last step that these are, in this order; None: all of them.
+            rows_R: rows of the last step, those of a sentence adjacent and equally many for each sentence.
+            sentences_B: the sentences of the last step to which they belong, in this order; None: all of them.
         """
         if self._ancestry.positions == 0:  # Nothing is cached yet.
             return
         sentences = self._ancestry.sentences if sentences_B is None else sentences_B.shape[0]
-        assert rows_R.shape[0] % sentences == 0, "every sentence has equally many hypotheses"
+        assert rows_R.shape[0] % sentences == 0, "every sentence must have equally many hypotheses"
         self._ancestry.select(rows_R, sentences)
         if sentences_B is not None:
             for layer in self.layers:

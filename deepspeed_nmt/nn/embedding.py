@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_nmt.nn.feedforward import Activation
+from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Linear
 from deepspeed_nmt.nn.sublayer import Dropout, LayerNorm
 
-S = TypeVar("S")
-T = TypeVar("T")
-
 
 def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
-    """Positions 0..length-1 as sines and cosines of wavelengths from 2 pi to 20000 pi. Shape: -> (length, dim), fp32.
+    """Compute sinusoidal positions 0..length-1, of wavelengths from 2 pi to 20000 pi.
 
-    The first half of the columns are sines and the second half cosines (a permutation of Vaswani et al. 2017, 3.5).
+    The first half of the columns are sines, the second half cosines: a permutation of Vaswani et al. 2017, 3.5.
+
+    Shape: -> (length, dim), fp32
     """
     half = dim // 2
     rates = torch.exp(
@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Module):
         dropout_p: probability of dropping an element.
 
     Attributes:
-        positions: the most that a sentence may have; None: any number.
+        positions: most positions of a sentence; None: any number.
     """
 
     positions: int | None = None
@@ -52,18 +52,18 @@ class TokenEmbedding(nn.Module):
         self.weight = weight_VD
         self.dropout = Dropout(dropout_p)
         self.scale = math.sqrt(weight_VD.shape[1])
-        # Grown on demand; never saved, since it can be computed.
+        # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
 
     def forward(self, tokens_BT: Tensor, offset: int = 0) -> Tensor:
-        """Embed tokens standing at positions ``offset``... Shape: (B,T) -> (B,T,D)"""
+        """Embed tokens at the positions from ``offset`` on. Shape: (B,T) -> (B,T,D)."""
         end = offset + tokens_BT.shape[1]
         positions_TD = self._positions(end)[offset:end]
         embedded: Tensor = self.dropout(self.lookup(tokens_BT) * self.scale + positions_TD)
         return embedded
 
     def lookup(self, tokens_BT: Tensor) -> Tensor:
-        """The embedding matrix's rows. Shape: (B,T) -> (B,T,D)"""
+        """Look up rows of the embedding matrix. Shape: (B,T) -> (B,T,D)."""
         return F.embedding(tokens_BT, self.weight)
 
     def _positions(self, length: int) -> Tensor:
@@ -76,12 +76,13 @@ class TokenEmbedding(nn.Module):
 
 
 class LearnedEmbedding(nn.Module):
-    """Embedding of tokens plus learned positions plus a constant (BERT's token type 0), normalised, then dropout
-    (Devlin et al. 2019).
+    """Embedding of tokens plus learned positions plus BERT's token type 0, normalised, then dropout.
+
+    That of BERT (Devlin et al. 2019).
 
     Args:
         weight_VD: the embedding matrix, possibly shared with others.
-        positions: the most that a sentence may have.
+        positions: most positions of a sentence.
         dropout_p: probability of dropping an element.
         eps: of the LayerNorm.
     """
@@ -97,18 +98,18 @@ class LearnedEmbedding(nn.Module):
         self.dropout = Dropout(dropout_p)
 
     def forward(self, tokens_BT: Tensor, offset: int = 0) -> Tensor:
-        """Embed tokens standing at positions ``offset``... Shape: (B,T) -> (B,T,D)"""
+        """Embed tokens at the positions from ``offset`` on. Shape: (B,T) -> (B,T,D)."""
         positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         embedded: Tensor = self.dropout(self.norm(self.lookup(tokens_BT) + positions_TD + self.type_D))
         return embedded
 
     def lookup(self, tokens_BT: Tensor) -> Tensor:
-        """The embedding matrix's rows. Shape: (B,T) -> (B,T,D)"""
+        """Look up rows of the embedding matrix. Shape: (B,T) -> (B,T,D)."""
         return F.embedding(tokens_BT, self.weight)
 
 
 class PredictionTransform(nn.Module):
-    """LayerNorm(GELU(x W + b)): what BERT does to a state before it reads a prediction from it (Devlin et al. 2019).
+    """LayerNorm(GELU(x W + b)), applied to states before the output projection of BERT (Devlin et al. 2019).
 
     Args:
         dim: model width D.
@@ -123,17 +124,16 @@ class PredictionTransform(nn.Module):
         self.activation = F.relu if activation == "relu" else F.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape: (..., D) -> (..., D)"""
+        """Transform states. Shape: (..., D) -> (..., D)."""
         normed: Tensor = self.norm(self.activation(self.dense(x)))
         return normed
 
 
-class Projection(nn.Module):
-    """Reads decoder states with the output matrix, which is often the embedding matrix too.
+class Projection(nn.Module, UsesKernels):
+    """Projection of decoder states to the vocabulary; the output matrix is often the embedding matrix too.
 
-    What is done with the matrix is passed in: ``projection(states)`` gives logits; a loss passes a function that
-    takes (states, weight) and never forms all logits. It runs inside ``forward`` because ZeRO-3 makes a module's own
-    parameters whole only there.
+    ``projection(states)`` gives logits. A loss passes a function that consumes states and output matrix without
+    forming all logits. That runs inside ``forward`` because ZeRO-3 gathers a module's parameters only there.
 
     Args:
         weight_VD: the output matrix.
@@ -145,10 +145,11 @@ class Projection(nn.Module):
         self.weight = weight_VD
         self.bias = bias_V
 
-    def forward(self, states: S, consume: Callable[..., T] = F.linear) -> T:  # type: ignore[assignment]
-        """Shape: (..., D) -> (..., V) by default; otherwise what ``consume(states, weight, bias=bias)`` returns, or
-        ``consume(states, weight)`` where there is no bias.
+    def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
+        """Compute logits, or ``consume(states, weight, bias=bias, kernels=kernels)``.
+
+        Shape: (..., D) -> (..., V), or that of the result of ``consume``
         """
-        if self.bias is None:
-            return consume(states, self.weight)
-        return consume(states, self.weight, bias=self.bias)
+        if consume is None:
+            return F.linear(states, self.weight, self.bias)
+        return consume(states, self.weight, bias=self.bias, kernels=self.kernels)

@@ -1,4 +1,4 @@
-"""Encoder and decoder layers, made of typed slots.
+"""Encoder and decoder layers, and their sub-layers.
 
 Legend: B sentences, S source length, T target length, D model width, R rows = B x beam, P passes.
 """
@@ -20,12 +20,12 @@ from deepspeed_nmt.nn.sublayer import Residual
 
 @dataclass(frozen=True)
 class Draw:
-    """What the random choices of layers are functions of: the same on every rank, and in recomputation.
+    """The numbers that determine the random choices of layers: the same on every rank, and in recomputation.
 
     Attributes:
         seed: of the run.
         update: number of the update.
-        passes: the rows come in equal blocks, one for each of these passes over the same sentences.
+        passes: numbers of the passes over the same sentences whose rows, in equal blocks, make up the batch.
     """
 
     seed: int
@@ -33,21 +33,21 @@ class Draw:
     passes: tuple[int, ...] = (0,)
 
     def uniform(self, purpose: randomness.Purpose, layer: int) -> list[float]:
-        """A number in [0, 1) for each pass, which stands for (seed, purpose, update, pass, layer)."""
+        """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, layer)."""
         return [randomness.uniform(self.seed, purpose, self.update, number, layer) for number in self.passes]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a stack see besides their input.
+    """The input that all layers of a stack share.
 
     Attributes:
         mask: bool (B,1,1,S), True for source positions that are not padding; None when no position is. In an
             encoder it masks self-attention, in a decoder cross-attention.
         memory_BSD: the encoder's states, for a decoder.
-        draw: what random choices are functions of; needed in training by layers that make some.
-        target_mask: bool (B,1,1,T), True for target positions that are not padding, for decoders that look both ways;
-            None when none is.
+        draw: determines random choices; in training, layers that make such need it.
+        target_mask: bool (B,1,1,T), True for target positions that are not padding, for decoders whose self-attention
+            is not causal; None when no position is.
     """
 
     mask: Tensor | None = None
@@ -56,7 +56,7 @@ class Context:
     target_mask: Tensor | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
-        """The context of the rows of some of the passes."""
+        """Return the context of the rows of some of the passes, given by their indices."""
         assert self.memory_BSD is not None and self.draw is not None
         count = len(self.draw.passes)
         return Context(
@@ -67,23 +67,28 @@ class Context:
 
 
 def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
-    """Those of ``count`` equal blocks of rows; a view where they are adjacent. Shape: (P B, ...) -> (fewer, ...)"""
+    """Select some of ``count`` equal blocks of rows; a view if adjacent. Shape: (P B, ...) -> (fewer, ...)."""
     rows = x.shape[0] // count
     if list(kept) == list(range(kept[0], kept[-1] + 1)):
         return x[kept[0] * rows : (kept[-1] + 1) * rows]
     return torch.cat([x[index * rows : (index + 1) * rows] for index in kept])
 
 
-def attend_back(attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
-    """Causal self-attention within its residual connection. Shape: (B,T,D), or with a cache (R,1,D) -> the same"""
-    h, then = around.open(x_BTD), around.closing(x_BTD)
+def self_attention_sublayer(
+    attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None
+) -> Tensor:
+    """Apply causal self-attention within its residual connection.
+
+    Shape: (B,T,D), or with a cache (R,1,D) -> the same
+    """
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD)
     if cache is None:
         out: Tensor = attention(h, h, causal=True, then=then)
         return out
     return attention.step_self(h, cache, then)
 
 
-def attend_across(
+def cross_attention_sublayer(
     attention: MultiHeadAttention,
     around: Residual,
     x_BTD: Tensor,
@@ -91,16 +96,20 @@ def attend_across(
     cache: LayerCache | None = None,
     onto_BTD: Tensor | None = None,
 ) -> Tensor:
-    """Cross-attention within its residual connection, with the source's keys and values from the cache, if there is
-    one.
+    """Apply cross-attention within its residual connection.
 
     Args:
-        onto_BTD: what it is added to; default its input.
+        attention: the sub-layer.
+        around: its residual connection.
+        x_BTD: its input.
+        context: with the source's states and mask.
+        cache: keeps the source's keys and values from the first step on, when decoding position by position.
+        onto_BTD: the residual branch; default ``x_BTD``.
 
     Shape: (B,T,D), or with a cache (R,1,D) -> the same
     """
     assert context.memory_BSD is not None
-    h, then = around.open(x_BTD), around.closing(x_BTD if onto_BTD is None else onto_BTD)
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD if onto_BTD is None else onto_BTD)
     if cache is None:
         out: Tensor = attention(h, context.memory_BSD, context.mask, then=then)
         return out
@@ -109,12 +118,12 @@ def attend_across(
     return attention.step_cross(h, cache.cross, context.mask, then)
 
 
-def feed(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
-    """A feed-forward network within its residual connection, added to ``onto``; default to its input.
+def feed_forward_sublayer(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    """Apply a feed-forward network within its residual connection, whose branch is ``onto``, by default ``x``.
 
     Shape: (..., D) -> (..., D)
     """
-    out: Tensor = network(around.open(x), around.closing(x if onto is None else onto))
+    out: Tensor = network(around.pre_norm(x), around.epilogue(x if onto is None else onto))
     return out
 
 
@@ -135,18 +144,20 @@ class EncoderLayer(nn.Module):
         self.feed_forward_residual = feed_forward_residual
 
     def forward(self, x_BSD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        """Shape: (B,S,D) -> (B,S,D). An encoder has nothing to cache."""
+        """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         assert cache is None
-        h = self.self_residual.open(x_BSD)
-        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.closing(x_BSD))
-        return feed(self.feed_forward, self.feed_forward_residual, x_BSD)
+        h = self.self_residual.pre_norm(x_BSD)
+        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.epilogue(x_BSD))
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BSD)
 
 
 class CrossAttending(nn.Module):
-    """A decoder layer: what cross-attention adds to its input can be compared with what its other parts add.
+    """A decoder layer whose sub-layers' updates of the state can be observed.
 
     Attributes:
-        self_residual, cross_residual, feed_forward_residual: the connections around its parts; None without such.
+        self_residual: the connection around self-attention; None without such.
+        cross_residual: the connection around cross-attention; None without such.
+        feed_forward_residual: the connection around the feed-forward network; None without such.
     """
 
     self_residual: Residual | None
@@ -157,7 +168,7 @@ class CrossAttending(nn.Module):
 class DecoderLayer(CrossAttending):
     """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
 
-    Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and caches nothing of the source.
+    Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and does not read the source.
     """
 
     def __init__(
@@ -182,20 +193,26 @@ class DecoderLayer(CrossAttending):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = attend_back(self.self_attention, self.self_residual, x_BTD, cache)
+        x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
         x_BTD = self.cross(x_BTD, context, cache)
-        return feed(self.feed_forward, self.feed_forward_residual, x_BTD)
+        return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
-        """The cross-attention sub-layer alone, residual connection included. Shape: (B,T,D) -> (B,T,D)"""
+        """Apply cross-attention within its residual connection, if there is any. Shape: (B,T,D) -> (B,T,D)."""
         if self.cross_attention is None or self.cross_residual is None:
             return x_BTD
-        return attend_across(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        return cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Makes the parts of a model's layers, freshly initialised, all of one shape."""
+    """Functions that make freshly initialised parts of a model's layers.
+
+    Attributes:
+        attention: makes self- or cross-attention.
+        feed_forward: makes a feed-forward network.
+        residual: makes the connection around either.
+    """
 
     attention: Callable[[], MultiHeadAttention]
     feed_forward: Callable[[], FeedForward]
@@ -203,11 +220,11 @@ class LayerParts:
 
 
 MakeDecoderLayer = Callable[[int, LayerParts], DecoderLayer]
-"""Makes the decoder layer of a number, counted from 1 at the embedding upwards."""
+"""Makes a decoder layer, given its number, from 1 at the bottom, and makers of its parts."""
 
 
 def make_decoder_layer(number: int, parts: LayerParts) -> DecoderLayer:
-    """The decoder layer of Vaswani et al. 2017."""
+    """Make the decoder layer of Vaswani et al. 2017."""
     return DecoderLayer(
         self_attention=parts.attention(),
         self_residual=parts.residual(),

@@ -11,31 +11,31 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.nn.fused import UsesKernels
 
 
 class Epilogue(NamedTuple):
-    """What follows a product.
+    """An operation that follows a matrix product, and may add its bias in the same kernel.
 
     Attributes:
-        operation: of :mod:`deepspeed_nmt.kernels.ops`, which may add the bias on its way.
-        apply: gets the product, and a bias that is still to be added, or None.
+        operation: name of a method of :class:`~deepspeed_nmt.kernels.choice.Kernels`.
+        apply: takes the product, and a bias that is still to be added, or None.
     """
 
     operation: str
     apply: Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Linear(nn.Linear):
-    """x W^T + b, and what follows it: a fused operation adds the bias on its way.
+class Linear(nn.Linear, UsesKernels):
+    """x W^T + b, followed by an epilogue.
 
-    It runs inside ``forward`` because ZeRO-3 makes a module's parameters whole only there.
+    The epilogue runs inside ``forward`` because ZeRO-3 gathers a module's parameters only there.
     """
 
     def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
-        """Shape: (..., D) -> (..., E), or what ``then`` makes of that."""
+        """Project, then apply the epilogue. Shape: (..., D) -> (..., E), or that of the epilogue's result."""
         if then is None:
             return F.linear(x, self.weight, self.bias)
-        if self.bias is not None and ops.takes_bias(then.operation, x):
+        if self.bias is not None and self.kernels.takes_bias(then.operation, x):
             return then.apply(F.linear(x, self.weight), self.bias)
         return then.apply(F.linear(x, self.weight, self.bias), None)

@@ -1,4 +1,4 @@
-"""A stack of layers: weights plus a walk over them.
+"""A stack of layers: weights plus the order in which they are applied.
 
 Legend: B batch, T length, D model width.
 """
@@ -17,71 +17,72 @@ from deepspeed_nmt.nn.layers import Context
 
 
 @dataclass(frozen=True)
-class Walk:
-    """In what order a stack's layers are applied; a layer named twice is applied twice with the same weights.
+class LayerOrder:
+    """The order in which a stack's layers are applied; a layer may be applied several times.
 
     Attributes:
-        order: indices of layers, one after the other.
+        indices: of the layers, in order of application.
         inputs_at: applications, from 0, before which the stack's input is added to the state again.
-        stages: after how many applications the state can be read (its *exits*), rising; the last is the whole walk.
+        stages: numbers of applications after which the state can be read (the *exits*), ascending; the last is all
+            of them.
     """
 
-    order: tuple[int, ...]
+    indices: tuple[int, ...]
     inputs_at: frozenset[int]
     stages: tuple[int, ...]
 
     @classmethod
-    def straight(cls, layers: int) -> Walk:
-        """Each layer once, from the lowest to the highest, with an exit after each."""
+    def straight(cls, layers: int) -> LayerOrder:
+        """Return the order of each layer once, from the lowest to the highest, with an exit after each."""
         return cls(tuple(range(layers)), frozenset(), tuple(range(1, layers + 1)))
 
-    def until(self, stage: int) -> Walk:
-        """The walk up to exit ``stage``, counted from 1."""
-        return Walk(self.order[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
+    def until(self, stage: int) -> LayerOrder:
+        """Return the order up to exit ``stage``, counted from 1."""
+        return LayerOrder(self.indices[: self.stages[stage - 1]], self.inputs_at, self.stages[:stage])
 
 
 class LayerStack(nn.Module):
-    """Applies layers as a walk says.
+    """Apply layers in a given order.
 
     Args:
         layers: the layers that have weights of their own.
-        walk: the order to apply them in; default each once.
+        order: of their application; default each once.
         final_norm: applied to the state at every exit (a LayerNorm after pre-norm stacks), or None.
 
     Attributes:
-        recompute_every: in training, every so manieth application keeps only its input and is run again in the
-            backward pass, random choices included: 1 all of them, 0 none. Memory for time, not one bit of difference.
+        recompute_every: k; in training, every k-th application keeps only its input and is run again in the backward
+            pass, with the same random choices: 1 all, 0 none. Results are bit-identical.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], walk: Walk | None = None, final_norm: nn.Module | None = None
+        self, layers: Sequence[nn.Module], order: LayerOrder | None = None, final_norm: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.walk = Walk.straight(len(layers)) if walk is None else walk
-        assert all(0 <= index < len(layers) for index in self.walk.order)
-        assert self.walk.stages[-1] == len(self.walk.order)
+        self.order = LayerOrder.straight(len(layers)) if order is None else order
+        assert all(0 <= index < len(layers) for index in self.order.indices)
+        assert self.order.stages[-1] == len(self.order.indices)
         self.final_norm = final_norm
         self.recompute_every = 0
 
     @property
     def applications(self) -> int:
-        """How many layers an input passes through."""
-        return len(self.walk.order)
+        """Number of layer applications."""
+        return len(self.order.indices)
 
     @property
     def stages(self) -> int:
-        """How many exits there are, the top among them."""
-        return len(self.walk.stages)
+        """Number of exits, the top included."""
+        return len(self.order.stages)
 
     def until(self, stage: int) -> LayerStack:
-        """A stack with the same weights that ends at exit ``stage``, counted from 1."""
-        walk = self.walk.until(stage)
-        kept = max(walk.order) + 1
-        return LayerStack(list(self.layers)[:kept], walk, self.final_norm)
+        """Return a stack with the same weights that ends at exit ``stage``, counted from 1."""
+        order = self.order.until(stage)
+        kept = max(order.indices) + 1
+        return LayerStack(list(self.layers)[:kept], order, self.final_norm)
 
     def recomputes(self, number: int) -> bool:
-        """Whether application ``number``, from 0, is run again in the backward pass."""
+        """Return True if application ``number``, from 0, is run again in the backward pass."""
         return self.recompute_every > 0 and (number + 1) % self.recompute_every == 0
 
     def forward(
@@ -91,21 +92,25 @@ class LayerStack(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The states at the given exits, counted from 1 (default: the top), each normalised.
-
-        Only as many layers as the deepest exit needs are run.
+        """Apply the layers, up to the deepest of the given exits.
 
         Args:
+            x_BTD: input of the lowest layer.
+            context: input that all layers share.
             caches: one for each application, when decoding position by position.
+            exits: counted from 1; default the top.
+
+        Returns:
+            The states at the exits, normalised by ``final_norm``.
 
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
-        wanted = [self.walk.stages[exit - 1] for exit in (exits or (self.stages,))]
+        wanted = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
         input_BTD = x_BTD
         states: dict[int, Tensor] = {}
         keeps_graph = self.training and torch.is_grad_enabled() and caches is None
-        for number, index in enumerate(self.walk.order[: max(wanted)]):
-            if number in self.walk.inputs_at:
+        for number, index in enumerate(self.order.indices[: max(wanted)]):
+            if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
             if keeps_graph and self.recomputes(number):
                 x_BTD = checkpoint(self.layers[index], x_BTD, context, use_reentrant=False)

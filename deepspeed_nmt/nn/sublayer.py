@@ -12,13 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.kernels import ops
+from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Epilogue
 
 NormStyle = Literal["pre", "post", "deepnorm"]
 
 
 class Joining(NamedTuple):
-    """What joins a residual branch: its weight ``alpha`` times it, plus dropout of output and bias."""
+    """A sub-layer's output to be added to the residual branch x: alpha x + dropout(output + bias).
+
+    Attributes:
+        output: (..., D).
+        bias: (D,), or None.
+        p: probability of dropping an element.
+        training: False turns dropout off.
+        alpha: weight of the residual branch.
+    """
 
     output: Tensor
     bias: Tensor | None
@@ -27,8 +36,8 @@ class Joining(NamedTuple):
     alpha: float
 
 
-class LayerNorm(nn.Module):
-    """Layer normalisation with statistics in fp32. Shape: (..., D) -> (..., D)."""
+class LayerNorm(nn.Module, UsesKernels):
+    """Layer normalisation (Ba et al. 2016) with statistics in fp32."""
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -37,33 +46,36 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, joining: Joining | None = None) -> Tensor:
-        """Of ``x``, or of ``x`` as a residual branch joined by a sub-layer's output."""
+        """Normalise ``x``, or the sum of the residual branch ``x`` and ``joining``. Shape: (..., D) -> (..., D)."""
         if joining is None:
-            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+            return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
         output, bias, p, training, alpha = joining
-        return ops.bias_dropout_add_layer_norm(output, bias, x, self.weight, self.bias, p, training, alpha, self.eps)
+        return self.kernels.bias_dropout_add_layer_norm(
+            output, bias, x, self.weight, self.bias, p, training, alpha, self.eps
+        )
 
 
 class Dropout(nn.Module):
-    """Dropout whose masks are cheap on a CPU. Shape: any -> the same."""
+    """Dropout whose masks are cheap on a CPU."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        """Drop elements in training. Shape: any -> the same."""
         return ops.dropout(x, self.p, self.training)
 
 
-class Residual(nn.Module):
-    """The connection around a sub-layer f.
+class Residual(nn.Module, UsesKernels):
+    """The residual connection around a sub-layer f.
 
     - pre:      x + dropout(f(norm(x)))
     - post:     norm(x + dropout(f(x)))
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
-    Used in two halves, so that a sub-layer can take what arguments it needs: ``x = f(res.open(x), res.closing(x))``,
-    where f hands its output to the second half inside its last matrix product, whose bias joins on the way.
+    Used in two halves, so that a sub-layer f can take further arguments: ``x = f(res.pre_norm(x), res.epilogue(x))``.
+    f calls the epilogue inside its last matrix product, so that a fused kernel adds that product's bias.
 
     Args:
         dim: model width D.
@@ -73,7 +85,7 @@ class Residual(nn.Module):
         eps: of the LayerNorm.
 
     Attributes:
-        watch: is shown every output of the sub-layer, before dropout; None: nobody looks.
+        watch: called with every output of the sub-layer, before dropout; None: not called.
     """
 
     def __init__(self, dim: int, style: NormStyle, dropout_p: float, alpha: float = 1.0, eps: float = 1e-5) -> None:
@@ -85,21 +97,21 @@ class Residual(nn.Module):
         self.alpha = alpha
         self.watch: Callable[[Tensor], None] | None = None
 
-    def open(self, x: Tensor) -> Tensor:
-        """What the sub-layer reads. Shape: (..., D) -> (..., D)."""
+    def pre_norm(self, x: Tensor) -> Tensor:
+        """Return the input of the sub-layer: normalised in pre-norm, else ``x``. Shape: (..., D) -> (..., D)."""
         normed: Tensor = self.norm(x) if self.style == "pre" else x
         return normed
 
-    def closing(self, x: Tensor) -> Epilogue:
-        """What joins a sub-layer's output with its input ``x``. Shape: (..., D) -> a function of (..., D)"""
+    def epilogue(self, x: Tensor) -> Epilogue:
+        """Return the epilogue that adds a sub-layer's output to its input ``x``. Shape of both: (..., D)."""
         operation = "bias_dropout_add" if self.style == "pre" else "bias_dropout_add_layer_norm"
-        return Epilogue(operation, lambda output, bias: self.close(x, output, bias))
+        return Epilogue(operation, lambda output, bias: self.add(x, output, bias))
 
-    def close(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Join the sub-layer's output, plus a bias of it, with its input. Shape: (..., D), (..., D) -> (..., D)."""
+    def add(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Add the sub-layer's output, plus its bias, to its input. Shape: (..., D), (..., D), (D,) -> (..., D)."""
         if self.watch is not None:
             self.watch(output if bias is None else output + bias)
         if self.style == "pre":
-            return ops.bias_dropout_add(output, bias, x, self.dropout_p, self.training)
+            return self.kernels.bias_dropout_add(output, bias, x, self.dropout_p, self.training)
         normed: Tensor = self.norm(x, Joining(output, bias, self.dropout_p, self.training, self.alpha))
         return normed

@@ -1,1 +1,1 @@
-"""Ranks and what they say to each other."""
+"""Process groups: launching, rendezvous, collectives, tensor parallelism and the watchdog."""

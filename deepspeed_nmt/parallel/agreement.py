@@ -1,4 +1,4 @@
-"""Ranks that stop together, and with one voice."""
+"""Errors that end all ranks together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from deepspeed_nmt.parallel.world import World
 
 
 @contextmanager
-def together(world: World) -> Iterator[None]:
-    """A block that all ranks enter together, and that fails on all if it fails on one. What several find alike, the
-    first of them reports. Nothing inside may wait for other ranks.
+def fail_together(world: World) -> Iterator[None]:
+    """Fail on all ranks if the block fails on any of them.
+
+    All ranks must enter the block, and nothing inside it may wait for other ranks. If several ranks fail with the
+    same message, the first of them reports it.
+
+    Args:
+        world: the ranks that enter the block.
 
     Raises:
-        UserError, TrainingError, OSError: the block's own, if this rank is alone.
-        ReportedError: in its place, on every rank of several.
+        UserError: the error of the block, if there is only one rank.
+        TrainingError: the same.
+        OSError: the same.
+        ReportedError: on every rank, if there are several ranks and the block failed on any of them.
     """
     problem: Exception | None = None
     try:
@@ -34,6 +41,6 @@ def together(world: World) -> Iterator[None]:
     status = 0
     if problem is not None and first[str(problem)] == world.rank:
         status = report(problem)
-    # Nobody leaves before all is said: a launcher ends all ranks as soon as one is gone.
+    # Wait until every message is written: a launcher ends all ranks as soon as one exits.
     statuses = gather_lists([status], world)
     raise ReportedError(next(filter(None, statuses))) from problem

@@ -1,4 +1,4 @@
-"""What ranks say to each other, without pickling anything."""
+"""Collectives over ranks. Objects are exchanged as JSON, never as pickles."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from torch import Tensor
 from deepspeed_nmt.parallel.world import World
 
 _BUCKET_ELEMENTS = 8 * 1024 * 1024
+"""Elements after which a bucket of tensors is reduced."""
 
 
 def barrier(world: World) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks have arrived."""
     if world.ranks > 1:
         dist.barrier(device_ids=[world.local_rank] if world.device.type == "cuda" else None)
 
 
 def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
-    """Add up numbers of the same names over all ranks, in double precision."""
+    """Sum each value over all ranks, in double precision.
+
+    Args:
+        values: numbers by name; all ranks pass the same names.
+        world: the ranks.
+
+    Returns:
+        The sums by name, equal on all ranks.
+    """
     if world.ranks == 1:
         return dict(values)
     names = sorted(values)
@@ -32,17 +41,35 @@ def sum_over_ranks(values: dict[str, float], world: World) -> dict[str, float]:
 
 
 def sum_over_data_ranks(values: dict[str, float], world: World) -> dict[str, float]:
-    """The same of what was found in micro-batches: of ranks that share a model, and so a batch, one counts."""
+    """Sum each value over data-parallel ranks, in double precision.
+
+    Tensor-parallel ranks process the same micro-batch, so only the first of each group contributes.
+
+    Args:
+        values: numbers by name, computed from this rank's micro-batches; all ranks pass the same names.
+        world: the ranks.
+
+    Returns:
+        The sums by name, equal on all ranks.
+    """
     return sum_over_ranks(values if world.tensor_rank == 0 else dict.fromkeys(values, 0.0), world)
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Whether any rank says yes. All ranks get the same answer."""
+    """Return True on all ranks if ``flag`` is True on any rank."""
     return sum_over_ranks({"flag": float(flag)}, world)["flag"] > 0.0
 
 
 def from_main(value: Any, world: World) -> Any:
-    """What rank 0 holds, as JSON allows it, on every rank; other ranks' ``value`` is ignored."""
+    """Broadcast a value from rank 0.
+
+    Args:
+        value: anything that JSON can represent; ignored on ranks other than 0.
+        world: the ranks.
+
+    Returns:
+        Rank 0's value, on every rank.
+    """
     if world.ranks == 1:
         return value
     data = json.dumps(value).encode() if world.is_main else b""
@@ -56,7 +83,15 @@ def from_main(value: Any, world: World) -> Any:
 
 
 def gather_lists(items: list[Any], world: World) -> list[Any]:
-    """The lists of all ranks, joined in the order of ranks, on every rank. Items must be what JSON allows."""
+    """Concatenate the lists of all ranks, in the order of ranks.
+
+    Args:
+        items: this rank's list, of items that JSON can represent; lengths may differ between ranks.
+        world: the ranks.
+
+    Returns:
+        The concatenated list, on every rank.
+    """
     if world.ranks == 1:
         return list(items)
     data = json.dumps(items).encode()
@@ -75,7 +110,14 @@ def gather_lists(items: list[Any], world: World) -> list[Any]:
 
 
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
-    """Sum tensors over the ranks that hold the same slice of the model, in place, several in one message."""
+    """Sum tensors over data-parallel ranks, in place.
+
+    Tensors are flattened into buckets, so that a message contains several of them.
+
+    Args:
+        tensors: of one dtype; all ranks pass the same shapes in the same order.
+        world: the ranks.
+    """
     if world.data_ranks == 1:
         return
     bucket: list[Tensor] = []
@@ -90,6 +132,7 @@ def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
 
 
 def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
+    """Sum the tensors of a bucket over data-parallel ranks, in place."""
     if not bucket:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])

@@ -1,7 +1,7 @@
-"""What a launcher says of this process.
+"""Rank and number of processes, read from the launcher's environment variables.
 
-The `deepspeed` launcher and `torchrun` describe it by RANK, WORLD_SIZE and LOCAL_RANK; `srun` by SLURM_PROCID,
-SLURM_NTASKS and SLURM_LOCALID. A process started by plain `python` is alone.
+The `deepspeed` launcher and `torchrun` set RANK, WORLD_SIZE and LOCAL_RANK. `srun` sets SLURM_PROCID, SLURM_NTASKS
+and SLURM_LOCALID. A process started by plain `python` is the only rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from typing import NamedTuple
 from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, UserError
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""SLURM numbers batch scripts and interactive shells from here on; `srun` counts its steps from 0."""
-_TIME_TO_SPEAK_S = 5.0
+"""First of the step numbers that SLURM reserves for batch scripts and interactive shells; `srun` counts from 0."""
+_REPORT_DELAY_S = 5.0
+"""Seconds that other ranks wait before they exit, so that the first rank of the host can report an error."""
 
 
 class Place(NamedTuple):
-    """A process among all that were launched with it."""
+    """Rank of a process, as its launcher assigned it.
+
+    Attributes:
+        rank: 0..ranks-1.
+        ranks: number of processes.
+        local_rank: index of this process on its host.
+    """
 
     rank: int
     ranks: int
@@ -30,10 +37,10 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """This process's place; that of a single one where no launcher started it.
+    """Return the place of this process: rank 0 of 1 if no launcher started it.
 
     Raises:
-        ConfigError: if a variable is not a number.
+        ConfigError: if an environment variable of the launcher is not a number.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return Place(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
@@ -43,32 +50,39 @@ def place() -> Place:
 
 
 def _started_by_srun() -> bool:
-    """Whether this is a task of a step. The shell of a job has SLURM_PROCID=0, too, but what one starts there by hand
-    is alone, however many tasks the job may have.
+    """Return True if this process is a task of an `srun` step.
+
+    The shell of a job also has SLURM_PROCID and SLURM_NTASKS, but a process that a user starts in it is the only
+    rank.
     """
     return "SLURM_STEP_ID" in os.environ and _number("SLURM_STEP_ID") < _SPECIAL_STEPS
 
 
 def requeued() -> bool:
-    """Whether SLURM started this job before."""
+    """Return True if SLURM has requeued this job."""
     return _number("SLURM_RESTART_COUNT") > 0
 
 
 def _number(name: str) -> int:
+    """Return an environment variable as a number; 0 if it is not set."""
     text = os.environ.get(name, "0")
     if not text.isdecimal():
         raise ConfigError(
-            f"{name} must be a number, but is '{text}'; it is for a launcher to set, so unset it, or start with "
-            "`deepspeed`, `torchrun` or `srun`"
+            f"{name} must be a number, but is '{text}'; unset it, or start with `deepspeed`, `torchrun` or `srun`, "
+            "which set it"
         )
     return int(text)
 
 
-def build_apart() -> None:
-    """Have extensions that are compiled on the way built in a directory of this start alone, unless one is set.
+def isolate_extension_builds() -> None:
+    """Set TORCH_EXTENSIONS_DIR to a directory that only this start of the program uses, unless it is set already.
 
-    A build that was killed leaves a lock behind on which every later one in the same directory waits for ever. The
-    ranks of a host have a parent in common, by which they find the same directory.
+    torch compiles C++ extensions in that directory. A build that is killed leaves a lock there, and every later build
+    in the same directory waits for it without end. All ranks of a host use the same directory: its name contains the
+    process id of their common parent.
+
+    Raises:
+        ConfigError: if the directory exists and another user owns it.
     """
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         return
@@ -79,23 +93,25 @@ def build_apart() -> None:
         directory.mkdir(mode=0o700)
     if directory.stat().st_uid != os.getuid():
         raise ConfigError(
-            f"{directory} belongs to somebody else; set TORCH_EXTENSIONS_DIR to a directory of your own"
+            f"{directory} must be owned by this user, but is not; set TORCH_EXTENSIONS_DIR to another directory"
         )
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
 
 
 @contextmanager
-def once_a_host() -> Iterator[None]:
-    """For errors that come of settings, files and the host, found where ranks cannot talk to one another: of all that
-    find them, the first rank of each host reports them.
+def once_per_host() -> Iterator[None]:
+    """Report an error of the block once per host, before ranks are connected.
+
+    For errors that all ranks of a host find alike: wrong settings, missing files, a missing GPU.
 
     Raises:
-        ReportedError: on the other ranks.
+        UserError: the error of the block, on the first rank of each host.
+        ReportedError: in its place, on the other ranks.
     """
     try:
         yield
     except UserError as error:
         if place().local_rank == 0:
             raise
-        time.sleep(_TIME_TO_SPEAK_S)  # A launcher ends all ranks as soon as one is gone.
+        time.sleep(_REPORT_DELAY_S)  # A launcher ends all ranks as soon as one exits.
         raise ReportedError(EXIT_USER_ERROR) from error

@@ -1,5 +1,7 @@
-"""How ranks find each other: rank 0 has a store, and all wait there until all have come. They say whom they wait for,
-and end at once when asked to.
+"""Rendezvous of ranks at a TCP store of rank 0.
+
+Each rank registers at the store and waits until all ranks have. Meanwhile it logs the ranks that are missing, and
+stops on request.
 """
 
 from __future__ import annotations
@@ -17,28 +19,34 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError, TrainingError
 from deepspeed_nmt.parallel.launched import Place
 
-_FIRST_WORD_S, _WORDS_EVERY_S = 10.0, 60.0
+_FIRST_REPORT_S, _REPORT_EVERY_S = 10.0, 60.0
+"""Seconds of waiting before the missing ranks are logged for the first time, and between later times."""
 
 
-def meet(place: Place, timeout_s: float, asked: Callable[[], object]) -> Any:
-    """Wait for all ranks at MASTER_ADDR and MASTER_PORT, and return the store that they share.
+def meet(place: Place, timeout_s: float, stop_requested: Callable[[], object]) -> Any:
+    """Wait until all ranks have registered at MASTER_ADDR and MASTER_PORT.
 
     Args:
-        asked: whether to end instead.
+        place: of this process.
+        timeout_s: seconds after which this rank stops waiting.
+        stop_requested: returns a true value when the rank is to stop instead of waiting.
+
+    Returns:
+        The store that all ranks share.
 
     Raises:
-        ConfigError: if the address makes no sense, or rank 0 cannot listen there.
-        TrainingError: if not all have come in time; names those who have not.
-        ReportedError: if asked to end.
+        ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
+        TrainingError: if a rank is missing after ``timeout_s``.
+        ReportedError: if a stop is requested.
     """
     address, port = os.environ["MASTER_ADDR"], _port()
-    # torchrun has a store of its own there already, which outlives the ranks that it starts anew.
+    # torchrun already runs a store there, which outlives ranks that it restarts. A key per restart keeps them apart.
     hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     key = f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    waiting = _Waiting(place, timeout_s, asked)
+    waiting = _Waiting(place, timeout_s, stop_requested)
     if not hosts:
         while not _listens(address, port):
-            waiting.on(f"for rank 0 at {address}:{port}")
+            waiting.pause(f"for rank 0 at {address}:{port}")
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -54,39 +62,56 @@ def meet(place: Place, timeout_s: float, asked: Callable[[], object]) -> Any:
     store.add(f"{key}/count", 1)
     while store.add(f"{key}/count", 0) < place.ranks:
         missing = [rank for rank in range(place.ranks) if not store.check([f"{key}/{rank}"])]
-        waiting.on(
-            f"for {'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}" if missing else "for the last"
+        waiting.pause(
+            f"for {'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}" if missing else "for the last rank"
         )
     return dist.PrefixStore(f"{key}/group", store)  # type: ignore[attr-defined]
 
 
 class _Waiting:
-    """One step of waiting after another."""
+    """A wait for other ranks, in steps.
 
-    def __init__(self, place: Place, timeout_s: float, asked: Callable[[], object]) -> None:
-        self._place, self._timeout_s, self._asked = place, timeout_s, asked
+    Args:
+        place: of this process.
+        timeout_s: seconds after which the wait fails.
+        stop_requested: returns a true value when the wait is to end.
+    """
+
+    def __init__(self, place: Place, timeout_s: float, stop_requested: Callable[[], object]) -> None:
+        self._place, self._timeout_s, self._stop_requested = place, timeout_s, stop_requested
         self._began = time.monotonic()
-        self._speak_at = _FIRST_WORD_S
+        self._report_at = _FIRST_REPORT_S
 
-    def on(self, what: str) -> None:
-        """Sleep a little, speak now and then, and end when it is time."""
+    def pause(self, what: str) -> None:
+        """Sleep for a moment, and log ``what`` the rank waits for if a report is due.
+
+        Raises:
+            TrainingError: if the time is over.
+            ReportedError: if a stop is requested.
+        """
         waited = time.monotonic() - self._began
-        if self._asked():
+        if self._stop_requested():
             if self._place.local_rank == 0:
-                logger.info("stopped while waiting %s; start the same command again to go on", what)
+                logger.info("stopped while waiting %s; start the same command again to resume", what)
             raise ReportedError(EXIT_STOPPED)
         if waited > self._timeout_s:
             raise TrainingError(
-                f"all {self._place.ranks} ranks must come within {self._timeout_s:.0f} s (engine.timeout_s), but "
-                f"rank {self._place.rank} still waits {what}; start them all with one address that they reach"
+                f"all {self._place.ranks} ranks must connect within {self._timeout_s:.0f} s (engine.timeout_s), but "
+                f"rank {self._place.rank} still waits {what}; start all ranks with the same MASTER_ADDR and "
+                "MASTER_PORT, which every host must reach"
             )
-        if waited > self._speak_at and self._place.local_rank == 0:
+        if waited > self._report_at and self._place.local_rank == 0:
             logger.info("rank %d has been waiting %s for %.0f s", self._place.rank, what, waited)
-            self._speak_at = waited + _WORDS_EVERY_S
+            self._report_at = waited + _REPORT_EVERY_S
         time.sleep(min(0.5, 0.02 + waited / 20))
 
 
 def _port() -> int:
+    """Return MASTER_PORT.
+
+    Raises:
+        ConfigError: if it is not a port.
+    """
     text = os.environ["MASTER_PORT"]
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ConfigError(f"MASTER_PORT must be a port, but is '{text}'; set a number from 1024 to 65535")
@@ -94,6 +119,7 @@ def _port() -> int:
 
 
 def _listens(address: str, port: int) -> bool:
+    """Return True if a process accepts connections at the address."""
     try:
         socket.create_connection((address, port), timeout=5.0).close()
     except OSError:
@@ -102,5 +128,6 @@ def _listens(address: str, port: int) -> bool:
 
 
 def _listed(ranks: list[int]) -> str:
+    """Return the first ranks, and the number of further ones, as text."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,17 +1,20 @@
 """Megatron-style tensor parallelism (Shoeybi et al. 2019), applied to a model from outside.
 
-Neighbouring ranks hold slices of the large matrices and work on the same micro-batch:
+The ranks of a tensor-parallel group hold slices of the large matrices and process the same micro-batch:
 
-    attention       queries, keys, values by heads (columns), output by rows
+    attention       query, key and value projections by columns (heads), output projection by rows
     feed-forward    first matrix by columns, second by rows
-    embedding       by tokens; also the output matrix, whose logits no rank ever holds whole
+    embedding       by tokens
+    output matrix   by tokens; no rank holds the logits of the whole vocabulary
 
-LayerNorms, and the biases that are added after a sum over ranks, are held by every rank, and so are the activations
-between sub-layers. A sub-layer needs two sums over the ranks: of its output, and in the backward pass of the gradient
-of its input. Each primitive has a plan in :data:`PLANS`; a model made of them needs to know nothing of this.
+LayerNorms, biases that are added after an all-reduce, and activations between sub-layers are replicated. A sub-layer
+needs two all-reduces: of its output in the forward pass, and of its input's gradient in the backward pass.
+:data:`SLICERS` contains a function for each kind of module that is sliced. The model itself contains no code for
+tensor parallelism.
 
-Dropout: masks on activations that every rank holds come from the same stream and are equal; inside a sliced sub-layer
-a rank draws from a stream of its own, seeded from the common one, so that recomputation draws the same again.
+Dropout masks on replicated activations are drawn from the common generator, so they are equal on all ranks. Inside a
+sliced sub-layer each rank draws from a generator of its own. Its seed is drawn from the common one, so recomputation
+draws the same masks.
 
 Legend: B batch, T length, D model width, V vocabulary.
 """
@@ -27,41 +30,50 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, S, T, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.linear import Epilogue, Linear
 from deepspeed_nmt.parallel.world import World
 
 SLICE = "tensor_slice"
-"""Attribute of a parameter that is sliced: its :class:`Slice`."""
+"""Name of the attribute that holds the :class:`Slice` of a sliced parameter."""
 
 
 class Slice:
-    """What part of a parameter a rank holds: ``[start, stop)`` of ``size`` along ``dim``."""
+    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``."""
 
     def __init__(self, dim: int, size: int, world: World) -> None:
         self.dim, self.size = dim, size
-        # Sizes differ by at most one where the ranks do not divide them: nothing is padded.
+        # If the ranks do not divide the size, slices differ in size by one, without padding.
         self.start, self.stop = (
             size * place // world.tensor_ranks for place in (world.tensor_rank, world.tensor_rank + 1)
         )
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part; a view."""
+        """Return this rank's slice of a whole tensor, as a view."""
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 def gather(tensor: Tensor, parameter: nn.Parameter, world: World) -> Tensor:
-    """The whole of what neighbours hold slices of, such as ``parameter`` or its moments. All must ask together."""
+    """Return the whole tensor of which the ranks of a tensor-parallel group hold slices.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        tensor: this rank's slice of the parameter, or of a moment of it.
+        parameter: the parameter; if it is replicated, ``tensor`` is returned unchanged.
+        world: the ranks.
+    """
     if not hasattr(parameter, SLICE):
         return tensor
     part: Slice = getattr(parameter, SLICE)
     shape = [part.size if dim == part.dim else size for dim, size in enumerate(tensor.shape)]
-    # A sum with zeros changes no bits, and needs no equal sizes.
+    # An all-reduce of slices padded with zeros is exact, and allows slices of different sizes.
     whole = torch.zeros(shape, dtype=tensor.dtype, device=world.device)
     part.of(whole).copy_(tensor)
     dist.all_reduce(whole, group=world.tensor_group)
@@ -69,12 +81,20 @@ def gather(tensor: Tensor, parameter: nn.Parameter, world: World) -> Tensor:
 
 
 def scatter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of what is as large as the whole of ``parameter``."""
+    """Return this rank's slice of a tensor that has the shape of the whole ``parameter``."""
     return getattr(parameter, SLICE).of(whole) if hasattr(parameter, SLICE) else whole
 
 
 def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: World) -> Tensor:
-    """Norm of the whole gradient, of which neighbours hold slices. Shape: -> scalar"""
+    """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices.
+
+    Collective: all ranks of a tensor-parallel group must call it.
+
+    Args:
+        parameters: sliced and replicated parameters.
+        gradients: their gradients, in the same order.
+        world: the ranks.
+    """
     norm: Tensor = torch.nn.utils.get_total_norm(gradients)
     if world.tensor_ranks == 1:
         return norm
@@ -86,27 +106,33 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
 
 
 class ModelParallelUnit:
-    """The grid of ranks, as DeepSpeed asks for it (``mpu``)."""
+    """The grid of ranks as DeepSpeed reads it (argument ``mpu`` of ``deepspeed.initialize``)."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def get_model_parallel_rank(self) -> int:
+        """Return the rank within the tensor-parallel group."""
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
+        """Return the size of the tensor-parallel group."""
         return self._world.tensor_ranks
 
     def get_model_parallel_group(self) -> Any:
+        """Return the tensor-parallel group."""
         return self._world.tensor_group
 
     def get_data_parallel_rank(self) -> int:
+        """Return the rank within the data-parallel group."""
         return self._world.data_rank
 
     def get_data_parallel_world_size(self) -> int:
+        """Return the size of the data-parallel group."""
         return self._world.data_ranks
 
     def get_data_parallel_group(self) -> Any:
+        """Return the data-parallel group."""
         return self._world.data_group
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -115,52 +141,61 @@ class ModelParallelUnit:
 
 
 def parallelize(model: nn.Module, world: World) -> None:
-    """Slice a whole model, the same on every rank, in place. One rank leaves it as it is.
+    """Slice a model in place; with one tensor-parallel rank leave it unchanged.
+
+    Args:
+        model: the whole model, equal on all ranks.
+        world: the ranks.
 
     Raises:
-        ConfigError: if heads or inner width cannot be divided, or a part of the model has no plan.
+        ConfigError: if the tensor-parallel ranks do not divide ``heads`` or ``ffn_dim``, or the model has a linear
+            layer that cannot be sliced.
     """
     if world.tensor_ranks == 1:
         return
     for module in list(model.modules()):
-        plan = PLANS.get(type(module))
-        if plan is not None:
-            plan(module, world)
+        slicer = SLICERS.get(type(module))
+        if slicer is not None:
+            slicer(module, world)
     common = {part for module in model.modules() if isinstance(module, COMMON) for part in module.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module not in common and not hasattr(module.weight, SLICE):
             raise ConfigError(
-                f"engine.tensor_parallel is {world.tensor_ranks}, but this model's {name} has no plan for being "
-                "sliced; use engine.tensor_parallel=1 with engine.ds_config=zero3"
+                f"engine.tensor_parallel is {world.tensor_ranks}, but this model's {name} cannot be sliced; use "
+                "engine.tensor_parallel=1 with engine.ds_config=zero3"
             )
 
 
-def _slice(parameter: Tensor, dim: int, world: World) -> None:
-    """Keep this rank's part of a parameter. One that modules share is sliced once."""
+def _slice_parameter(parameter: Tensor, dim: int, world: World) -> None:
+    """Replace a parameter by this rank's slice. A parameter that several modules share is sliced once."""
     if not hasattr(parameter, SLICE):
         part = Slice(dim, parameter.shape[dim], world)
         parameter.data = part.of(parameter.data).clone()
         setattr(parameter, SLICE, part)
-        parameter.model_parallel = True  # type: ignore[attr-defined]  # how DeepSpeed asks
+        parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed reads it
 
 
-def _by_columns(linear: nn.Linear, world: World) -> None:
-    _slice(linear.weight, 0, world)
+def _slice_columns(linear: nn.Linear, world: World) -> None:
+    """Slice a linear layer by output features (columns of A in Y = XA)."""
+    _slice_parameter(linear.weight, 0, world)
     if linear.bias is not None:
-        _slice(linear.bias, 0, world)
+        _slice_parameter(linear.bias, 0, world)
 
 
-def _by_rows(linear: nn.Linear, world: World) -> None:
-    _slice(linear.weight, 1, world)
-    _become(linear, _RowParallelLinear, world)
+def _slice_rows(linear: nn.Linear, world: World) -> None:
+    """Slice a linear layer by input features (rows of A in Y = XA); its output is a sum over ranks."""
+    _slice_parameter(linear.weight, 1, world)
+    _change_class(linear, _RowParallelLinear, world)
 
 
-def _become(module: nn.Module, kind: type[nn.Module], world: World) -> None:
+def _change_class(module: nn.Module, kind: type[nn.Module], world: World) -> None:
+    """Change the class of a module to its parallel subclass, in place, so that parameters keep their names."""
     module.__class__ = kind
     module.world = world  # type: ignore[assignment]
 
 
-def _plan_attention(module: nn.Module, world: World) -> None:
+def _slice_attention(module: nn.Module, world: World) -> None:
+    """Slice an attention sub-layer by heads."""
     assert isinstance(module, MultiHeadAttention)
     heads = module.q_proj.out_features // module.head_dim
     if heads % world.tensor_ranks:
@@ -168,51 +203,60 @@ def _plan_attention(module: nn.Module, world: World) -> None:
             f"engine.tensor_parallel must divide the model's heads, but is {world.tensor_ranks} with {heads} heads"
         )
     for linear in (module.q_proj, module.k_proj, module.v_proj):
-        _by_columns(linear, world)
-    _by_rows(module.out_proj, world)
-    _become(module, _ParallelAttention, world)
+        _slice_columns(linear, world)
+    _slice_rows(module.out_proj, world)
+    _change_class(module, _ParallelAttention, world)
 
 
-def _plan_feed_forward(module: nn.Module, world: World) -> None:
+def _slice_feed_forward(module: nn.Module, world: World) -> None:
+    """Slice a feed-forward sub-layer along its inner dimension."""
     assert isinstance(module, FeedForward)
     if module.up_proj.out_features % world.tensor_ranks:
         raise ConfigError(
             f"engine.tensor_parallel must divide the model's ffn_dim, but is {world.tensor_ranks} with "
             f"{module.up_proj.out_features}"
         )
-    _by_columns(module.up_proj, world)
-    _by_rows(module.down_proj, world)
-    _become(module, _ParallelFeedForward, world)
+    _slice_columns(module.up_proj, world)
+    _slice_rows(module.down_proj, world)
+    _change_class(module, _ParallelFeedForward, world)
 
 
-def _plan_embedding(module: nn.Module, world: World) -> None:
+def _slice_embedding(module: nn.Module, world: World) -> None:
+    """Slice an embedding by tokens."""
     assert isinstance(module, (TokenEmbedding, LearnedEmbedding))
-    _slice(module.weight, 0, world)
-    _become(module, _ParallelEmbedding if isinstance(module, TokenEmbedding) else _ParallelLearnedEmbedding, world)
+    _slice_parameter(module.weight, 0, world)
+    _change_class(
+        module, _ParallelEmbedding if isinstance(module, TokenEmbedding) else _ParallelLearnedEmbedding, world
+    )
 
 
-def _plan_projection(module: nn.Module, world: World) -> None:
+def _slice_projection(module: nn.Module, world: World) -> None:
+    """Slice the output matrix and its bias by tokens."""
     assert isinstance(module, Projection)
-    _slice(module.weight, 0, world)
+    _slice_parameter(module.weight, 0, world)
     if module.bias is not None:
-        _slice(module.bias, 0, world)
-    _become(module, _ParallelProjection, world)
+        _slice_parameter(module.bias, 0, world)
+    _change_class(module, _ParallelProjection, world)
 
 
-PLANS: dict[type[nn.Module], Callable[[nn.Module, World], None]] = {
-    MultiHeadAttention: _plan_attention,
-    FeedForward: _plan_feed_forward,
-    TokenEmbedding: _plan_embedding,
-    LearnedEmbedding: _plan_embedding,
-    Projection: _plan_projection,
+SLICERS: dict[type[nn.Module], Callable[[nn.Module, World], None]] = {
+    MultiHeadAttention: _slice_attention,
+    FeedForward: _slice_feed_forward,
+    TokenEmbedding: _slice_embedding,
+    LearnedEmbedding: _slice_embedding,
+    Projection: _slice_projection,
 }
+"""Functions that slice a module in place, by its exact class."""
 COMMON: tuple[type[nn.Module], ...] = (PredictionTransform,)
-"""Modules that every rank holds whole, as it does what they read and make."""
+"""Modules that are replicated, with replicated inputs and outputs."""
 
 
 class _RowParallelLinear(Linear):
+    """Linear layer sliced by rows: partial sums, an all-reduce, then bias and epilogue."""
+
     world: World
 
+    @override
     def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
         partial_sum = F.linear(x, self.weight)
         whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
@@ -222,25 +266,33 @@ class _RowParallelLinear(Linear):
 
 
 class _ParallelAttention(MultiHeadAttention):
+    """Attention with this rank's heads."""
+
     world: World
 
+    @override
     def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         itself = query_BTD is memory_BSD
         query_BTD = _copy(query_BTD, self.world)
         memory_BSD = query_BTD if itself else _copy(memory_BSD, self.world)
-        with _own_masks(self.training and self.dropout_p > 0.0, self.world):
+        with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
             return super().heads(query_BTD, memory_BSD, mask, causal)
 
 
 class _ParallelFeedForward(FeedForward):
+    """Feed-forward sub-layer with this rank's part of the inner dimension."""
+
     world: World
 
+    @override
     def inner(self, x: Tensor) -> Tensor:
-        with _own_masks(self.training and self.dropout_p > 0.0, self.world):
+        with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
             return super().inner(_copy(x, self.world))
 
 
 class _ParallelLookup:
+    """Lookup in an embedding matrix sliced by tokens: zeros for tokens of other ranks, then an all-reduce."""
+
     world: World
     weight: nn.Parameter
 
@@ -255,30 +307,34 @@ class _ParallelLookup:
 
 
 class _ParallelEmbedding(_ParallelLookup, TokenEmbedding):
-    pass
+    """Token embedding sliced by tokens."""
 
 
 class _ParallelLearnedEmbedding(_ParallelLookup, LearnedEmbedding):
-    pass
+    """Token embedding of a BERT sliced by tokens."""
 
 
 class _ParallelProjection(Projection):
+    """Output matrix sliced by tokens; ``consume`` receives the slice as its argument ``vocabulary``."""
+
     world: World
 
-    def forward(self, states: S, consume: Callable[..., T] = F.linear) -> T:  # type: ignore[assignment]
+    @override
+    def forward(self, states: Any, consume: Callable[..., Any] | None = None) -> Any:
+        assert consume is not None, "no rank holds whole rows of logits"
         vocabulary = _Vocabulary(getattr(self.weight, SLICE), self.world.tensor_group)
         return super().forward(states, partial(consume, vocabulary=vocabulary))
 
 
 class _Vocabulary:
-    """The rows of the output matrix that this rank holds; see :class:`deepspeed_nmt.kernels.rows.VocabularySlice`."""
+    """Rows of the output matrix that this rank holds; a :class:`deepspeed_nmt.kernels.rows.VocabularySlice`."""
 
     def __init__(self, part: Slice, group: Any) -> None:
         self.start, self.size = part.start, part.size
         self._group = group
 
     def sum(self, x: Tensor) -> None:
-        _add_up(x, self._group)
+        _all_reduce(x, self._group)
 
     def max(self, x: Tensor) -> None:
         if x.device.type != "meta":
@@ -286,12 +342,12 @@ class _Vocabulary:
 
 
 class _Sum(torch.autograd.Function):
-    """Forward: the sum over neighbours. Backward: the gradient, which they all hold."""
+    """All-reduce in the forward pass, identity in the backward pass (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         total = x.contiguous().clone()
-        _add_up(total, group)
+        _all_reduce(total, group)
         return total
 
     @staticmethod
@@ -300,7 +356,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Copy(torch.autograd.Function):
-    """Forward: what all neighbours hold. Backward: the sum of their gradients."""
+    """Identity in the forward pass, all-reduce of the gradient in the backward pass (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -310,24 +366,25 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].contiguous().clone()
-        _add_up(total, ctx.group)
+        _all_reduce(total, ctx.group)
         return total, None
 
 
-def _add_up(x: Tensor, group: Any) -> None:
-    """In place, over a group. On the meta device, where a model is counted, there is nobody to ask."""
+def _all_reduce(x: Tensor, group: Any) -> None:
+    """Sum a tensor over a group in place; do nothing on the meta device, where the planner measures models."""
     if x.device.type != "meta":
         dist.all_reduce(x, group=group)
 
 
 def _copy(x: Tensor, world: World) -> Tensor:
+    """Pass a replicated tensor into a sliced sub-layer; see :class:`_Copy`."""
     copied: Tensor = _Copy.apply(x, world.tensor_group)  # type: ignore[no-untyped-call]
     return copied
 
 
 @contextlib.contextmanager
-def _own_masks(needed: bool, world: World) -> Iterator[None]:
-    """Draw from a stream of this rank's own inside, and go on with the common one after."""
+def _rank_generator(needed: bool, world: World) -> Iterator[None]:
+    """Draw random numbers of the block from a generator of this rank, and restore the common one after it."""
     if not needed:
         yield
         return

@@ -1,14 +1,15 @@
-"""Ranks that watch one another, so that none waits for long for one that is gone or stuck.
+"""Watchdog that ends all ranks if one of them is lost, stuck or failed.
 
-Each rank has a thread that says through a TCP store, every few seconds, what its main thread is at. Rank 0's thread
-reads what all say. It passes a verdict when
+A thread of each rank writes a heartbeat to a TCP store every few seconds, with the step that the main thread is in.
+Rank 0's thread reads the heartbeats of all ranks. It publishes a verdict if
 
-- a rank gives no sign of life for ``silent_s`` (killed, stopped, its host lost), or
-- the rank that is furthest behind has been at one thing longer than that may take.
+- a rank has sent no heartbeat for ``silent_s`` (killed, stopped, its host lost), or
+- the rank that is furthest behind has exceeded the time limit of its step.
 
-All ranks then exit with :data:`deepspeed_nmt.errors.EXIT_RANK_LOST`; the main threads, which wait in a collective,
-are not asked. Should rank 0 not answer, with whom the store is, the others find out by themselves, with a second
-thread: the store lets those who ask it wait for ever.
+A rank that fails publishes the verdict itself. All ranks then exit with
+:data:`deepspeed_nmt.errors.EXIT_RANK_LOST`, although their main threads may wait in a collective. Rank 0 hosts the
+store. If it does not answer, a request to the store never returns, so a second thread of each rank measures the time
+since the last answer.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ from deepspeed_nmt.errors import EXIT_RANK_LOST, ReportedError
 from deepspeed_nmt.parallel.world import World
 
 _PACKAGE = Path(__file__).parents[1]
-# Under torchrun a store outlives the ranks that it starts anew.
+# Under torchrun the store outlives ranks that it restarts. A key per restart keeps them apart.
 _KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-_GONE = "rank 0, with which all ranks talk, is gone or stopped: {}"
+_GONE = "rank 0, which hosts the TCP store, is gone or stopped: {}"
 _GRACE = 1.5
-"""So many times the others look at the store before rank 0 takes it away."""
-_MESSAGE = "%s. All ranks stop; start the same command again to go on from the last checkpoint"
+"""Intervals that rank 0 stays after a verdict, so that the other ranks can read it from the store."""
+_MESSAGE = "%s. All ranks stop; start the same command again to resume from the last checkpoint"
 
 
 class Watchdog:
-    """What this rank is at, and the thread that tells the others. A rank alone watches nothing.
+    """Heartbeats of this rank, and the threads that send and check them.
+
+    A context manager around the work to be watched. A single rank has no threads.
 
     Args:
-        world: all ranks.
-        silent_s: seconds after which a rank that gives no sign of life is taken to be gone; 0 watches nothing.
-        stuck_s: seconds that a step of the work may take.
-        slow_s: the same of steps known to be slow.
-        leave: how to end the process.
+        world: the ranks.
+        silent_s: seconds without a heartbeat after which a rank is lost; 0 disables the watchdog.
+        stuck_s: time limit of a step in seconds.
+        slow_s: time limit of a slow step in seconds.
+        leave: function that ends the process with a status.
     """
 
     def __init__(
@@ -71,10 +74,16 @@ class Watchdog:
         self._store: Any = None
 
     def at(self, what: str, slow: bool = False) -> None:
-        """Note what the main thread begins."""
+        """Record the step that the main thread begins.
+
+        Args:
+            what: description of the step, for messages.
+            slow: True for a step with the time limit ``slow_s`` (saving, validating).
+        """
         self._at = (what, self._at[1] + 1, time.monotonic(), self._slow_s if slow else self._stuck_s)
 
     def __enter__(self) -> Watchdog:
+        """Start the threads."""
         if self._world.ranks == 1 or self._silent_s <= 0.0:
             return self
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -83,7 +92,7 @@ class Watchdog:
             is_master=False,
             timeout=timedelta(seconds=self._silent_s),
         )
-        self._tell(0)
+        self._send(0)
         self._answered = time.monotonic()
         for work in (self._watch, self._guard):
             self._threads.append(threading.Thread(target=work, name="watchdog", daemon=True))
@@ -93,6 +102,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop the threads; publish the error of the block if there is one."""
         if not self._threads:
             return
         if isinstance(error, Exception) and not isinstance(error, ReportedError):
@@ -101,129 +111,145 @@ class Watchdog:
         for thread in self._threads:
             thread.join(timeout=self._silent_s)
         if kind is None:
-            with suppress(Exception):  # the work is done, whatever becomes of the store
+            with suppress(Exception):  # the work is done, so errors of the store no longer matter
                 self._done()
 
     def _done(self) -> None:
-        """A rank that is done is not silent; rank 0, with whom the store goes, waits for the others."""
+        """Record that this rank is done; on rank 0, which hosts the store, also wait until all ranks are."""
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps({"done": True}))
         deadline = time.monotonic() + self._silent_s
         while self._world.is_main and time.monotonic() < deadline:
-            said = [json.loads(self._store.get(f"{_KEY}/{rank}")) for rank in range(self._world.ranks)]
-            if all(each.get("done") for each in said):
+            heartbeats = [json.loads(self._store.get(f"{_KEY}/{rank}")) for rank in range(self._world.ranks)]
+            if all(each.get("done") for each in heartbeats):
                 return
             time.sleep(0.05)
 
     def _failed(self, error: Exception) -> None:
-        """The main thread has failed. The first to say so is to blame, unless it only lost touch with another."""
-        if _lost_touch(error):
-            # Who is to blame gives no sign of life, or says so at this moment.
+        """Publish the error of the main thread as the verdict, unless it is a lost connection to another rank."""
+        if _lost_connection(error):
+            # The rank that caused it sends no heartbeat, or publishes its own error now.
             self._ended.wait(self._silent_s + 3 * self._interval_s)
             return
-        self._failing = True  # this rank ends by itself, and says why
+        self._failing = True  # the main thread reports its error and ends the process
         logger.info("failed in %s", self._at[0], exc_info=error)
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._pass_verdict(f"rank {self._world.rank} on {socket.gethostname()} failed in {self._at[0]}: {text}")
-        if self._world.is_main:  # the store goes with it
+        self._publish(f"rank {self._world.rank} on {socket.gethostname()} failed in {self._at[0]}: {text}")
+        if self._world.is_main:  # it hosts the store
             self._ended.wait(_GRACE * self._interval_s)
 
     def _guard(self) -> None:
-        """See to it that the store answers."""
+        """Stop this rank if the store has not answered for too long."""
         while not self._ended.wait(self._interval_s):
             if time.monotonic() - self._answered > self._silent_s + self._interval_s:
                 self._stop(_GONE.format(f"no answer for {self._silent_s:.0f} s"))
 
     def _watch(self) -> None:
-        """Tell the others, and hear what is to be done."""
+        """Send heartbeats and read the verdict; on rank 0, also judge the heartbeats of all ranks."""
         heard = {rank: (-1, time.monotonic(), "") for rank in range(self._world.ranks)}
         beat, main = 0, (-1, time.monotonic())
         while not self._ended.wait(self._interval_s):
             beat += 1
             try:
-                self._tell(beat)
+                self._send(beat)
                 verdict = self._verdict()
                 if not verdict and self._world.is_main and (verdict := self._judge(heard)):
-                    self._pass_verdict(verdict)
+                    self._publish(verdict)
                 elif not verdict:
-                    main = self._heard_of_main(main)
+                    main = self._main_heartbeat(main)
                     if time.monotonic() - main[1] > self._silent_s + self._interval_s:
-                        verdict = _GONE.format(f"no sign of life for {self._silent_s:.0f} s")
+                        verdict = _GONE.format(f"no heartbeat for {self._silent_s:.0f} s")
                 self._answered = time.monotonic()
-            except Exception as problem:  # of the store
+            except Exception as problem:  # the store is gone
                 verdict = "" if self._ended.is_set() else _GONE.format(str(problem).split("\n")[0])
             if verdict:
                 self._stop(verdict)
 
-    def _heard_of_main(self, before: tuple[int, float]) -> tuple[int, float]:
-        """Rank 0's last beat, and when it was new: the store can answer where rank 0 does not."""
-        said = json.loads(self._store.get(f"{_KEY}/0")) if self._store.check([f"{_KEY}/0"]) else {}
-        if said.get("done") or said.get("beat", -1) != before[0]:
-            return said.get("beat", -1), time.monotonic()
+    def _main_heartbeat(self, before: tuple[int, float]) -> tuple[int, float]:
+        """Return the number of rank 0's last heartbeat, and the time at which it was new.
+
+        The store can still answer when rank 0's own threads have stopped.
+        """
+        heartbeat = json.loads(self._store.get(f"{_KEY}/0")) if self._store.check([f"{_KEY}/0"]) else {}
+        if heartbeat.get("done") or heartbeat.get("beat", -1) != before[0]:
+            return heartbeat.get("beat", -1), time.monotonic()
         return before
 
-    def _tell(self, beat: int) -> None:
-        what, step, since, may_take_s = self._at
-        left_s = may_take_s - (time.monotonic() - since)
-        said = {"beat": beat, "step": step, "at": what, "left": left_s, "host": socket.gethostname()}
-        said["waits"], said["line"] = _main_thread()
-        self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(said))
+    def _send(self, beat: int) -> None:
+        """Write a heartbeat: the step of the main thread, the time it has left, and the line it executes."""
+        what, step, since, limit_s = self._at
+        left_s = limit_s - (time.monotonic() - since)
+        heartbeat = {"beat": beat, "step": step, "at": what, "left": left_s, "host": socket.gethostname()}
+        heartbeat["waits"], heartbeat["line"] = _main_thread()
+        self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(heartbeat))
 
     def _verdict(self) -> str:
+        """Return the published verdict; "" if there is none."""
         key = f"{_KEY}/verdict"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _pass_verdict(self, text: str) -> None:
-        """The first one counts."""
+    def _publish(self, text: str) -> None:
+        """Publish a verdict, unless there is one already."""
         self._store.compare_set(f"{_KEY}/verdict", "", text)
 
     def _judge(self, heard: dict[int, tuple[int, float, str]]) -> str:
+        """Check the heartbeats of all ranks.
+
+        Args:
+            heard: for each rank the number of its last new heartbeat, its time and its step; updated in place.
+
+        Returns:
+            The verdict; "" if no rank is lost or stuck.
+        """
         now = time.monotonic()
-        said: dict[int, dict[str, Any]] = {}
+        heartbeats: dict[int, dict[str, Any]] = {}
         for rank in range(self._world.ranks):
             key = f"{_KEY}/{rank}"
             if self._store.check([key]):
-                said[rank] = json.loads(self._store.get(key))
+                heartbeats[rank] = json.loads(self._store.get(key))
         silent = []
         for rank, (beat, since, _) in heard.items():
-            told = said.get(rank, {})
-            if told.get("done"):
+            heartbeat = heartbeats.get(rank, {})
+            if heartbeat.get("done"):
                 continue
-            if told.get("beat", -1) != beat:
-                heard[rank] = (told["beat"], now, f"{told['at']} on {told['host']}")
+            if heartbeat.get("beat", -1) != beat:
+                heard[rank] = (heartbeat["beat"], now, f"{heartbeat['at']} on {heartbeat['host']}")
             elif now - since > self._silent_s:
                 silent.append(rank)
         if silent:
             first = min(silent)
             last = heard[first][2]
-            more = f", and so are {len(silent) - 1} more" if len(silent) > 1 else ""
+            more = f", as are {len(silent) - 1} more" if len(silent) > 1 else ""
             return (
-                f"rank {first} is gone or stopped{more}: no sign of life for {self._silent_s:.0f} s"
+                f"rank {first} is gone or stopped{more}: no heartbeat for {self._silent_s:.0f} s"
                 f"{f'; it was last in {last}' if last else ''}"
             )
-        at_work = {rank: told for rank, told in said.items() if not told.get("done")}
+        at_work = {rank: heartbeat for rank, heartbeat in heartbeats.items() if not heartbeat.get("done")}
         if len(at_work) < self._world.ranks:
             return ""
-        # In the same step as others, who does not wait for them is to blame.
-        order = {rank: (told["step"], told["waits"]) for rank, told in at_work.items()}
+        # Of the ranks in the earliest step, those that do not wait in a collective hold up the others.
+        order = {rank: (heartbeat["step"], heartbeat["waits"]) for rank, heartbeat in at_work.items()}
         behind = [rank for rank in sorted(order) if order[rank] == min(order.values())]
-        told = at_work[behind[0]]
-        if told["left"] >= 0.0:
+        heartbeat = at_work[behind[0]]
+        if heartbeat["left"] >= 0.0:
             return ""
         where = "; ".join(f"rank {rank} on {at_work[rank]['host']} in {at_work[rank]['line']}" for rank in behind[:8])
         if len(behind) == 1:
-            return f"rank {behind[0]} is stuck in {told['at']}, which takes longer than it may ({where})"
+            return f"rank {behind[0]} is stuck in {heartbeat['at']}, which exceeds its time limit ({where})"
         more = "" if len(behind) <= 8 else f"; and {len(behind) - 8} more"
-        return f"one of {len(behind)} ranks is stuck in {told['at']}, which takes longer than it may ({where}{more})"
+        return (
+            f"one of {len(behind)} ranks is stuck in {heartbeat['at']}, which exceeds its time limit ({where}{more})"
+        )
 
     def _stop(self, verdict: str) -> None:
+        """Log the verdict and end the process, unless this rank's main thread is failing already."""
         if self._failing:
             return
-        # Rank 0 is the last: the store goes with it. Whatever becomes of the message, the end comes.
+        # Rank 0 exits last, because it hosts the store. The timer ends the process even if logging blocks.
         stay_s = _GRACE * self._interval_s if self._world.is_main else 0.0
         threading.Timer(stay_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
-        # One rank of each host speaks; of rank 0's host another, where that is gone.
-        speaks = (0, 1) if verdict.startswith("rank 0") else (0,)
-        if self._world.local_rank in speaks:
+        # One rank of each host reports; if rank 0 is gone, another rank of its host.
+        reporters = (0, 1) if verdict.startswith("rank 0") else (0,)
+        if self._world.local_rank in reporters:
             logger.error(_MESSAGE, verdict)
         else:
             logger.info(_MESSAGE, verdict)
@@ -232,7 +258,10 @@ class Watchdog:
 
 
 def _main_thread() -> tuple[bool, str]:
-    """Whether the main thread is in a collective, as far as Python knows, and which line of ours it carries out."""
+    """Return True if the main thread waits in a collective, and the line of this package that it executes.
+
+    Only Python frames are visible: a collective is recognised by the library that calls it.
+    """
     waits, line = False, "no line of this program"
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -245,8 +274,8 @@ def _main_thread() -> tuple[bool, str]:
     return waits, line
 
 
-def _lost_touch(error: Exception) -> bool:
-    """Whether an error says no more than that another rank could not be reached."""
+def _lost_connection(error: Exception) -> bool:
+    """Return True if an error means that another rank could not be reached."""
     text = str(error).lower()
     signs = ("connection closed", "connection reset", "broken pipe", "timed out", "socket", "nccl", "gloo")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

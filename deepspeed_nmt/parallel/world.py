@@ -1,7 +1,8 @@
-"""Who this process is among the others, and how they find each other.
+"""The grid of ranks, and connecting to it.
 
-Ranks form a grid: `tensor_ranks` neighbours hold a model's matrices in slices and work on the same micro-batches;
-ranks with the same place among their neighbours hold the same slice and work on different ones.
+Ranks form a grid as in Megatron. The `tensor_ranks` ranks of a tensor-parallel group hold slices of one copy of the
+model and process the same micro-batches. The ranks of a data-parallel group hold the same slices and process
+different micro-batches. Consecutive ranks form a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.parallel.launched import once_a_host, place
+from deepspeed_nmt.parallel.launched import once_per_host, place
 from deepspeed_nmt.parallel.rendezvous import meet
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the run.
+    """Position of this process in the grid of ranks.
 
     Attributes:
         rank: 0..ranks-1.
         ranks: number of processes.
-        local_rank: number of this process on its host.
-        device: where its tensors live.
-        tensor_ranks: how many neighbours share a model, this one among them.
-        tensor_group, data_group: process groups of those neighbours, and of those who hold the same slice; None for
-            one rank alone, and for all ranks.
+        local_rank: index of this process on its host.
+        device: device of its tensors.
+        tensor_ranks: size of a tensor-parallel group.
+        tensor_group: process group of this rank's tensor-parallel group; None if ``tensor_ranks`` is 1.
+        data_group: process group of this rank's data-parallel group; None if ``tensor_ranks`` is 1, when
+            it contains all ranks.
     """
 
     rank: int
@@ -44,29 +46,35 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files and talks to the user."""
+        """True on rank 0, which writes files and messages."""
         return self.rank == 0
 
     @property
     def tensor_rank(self) -> int:
-        """Place among the neighbours that share a model."""
+        """Rank within the tensor-parallel group."""
         return self.rank % self.tensor_ranks
 
     @property
     def data_rank(self) -> int:
-        """Place among those who work on different micro-batches."""
+        """Rank within the data-parallel group."""
         return self.rank // self.tensor_ranks
 
     @property
     def data_ranks(self) -> int:
-        """How many work on different micro-batches."""
+        """Size of the data-parallel group."""
         return self.ranks // self.tensor_ranks
 
     def regrouped(self, tensor_ranks: int) -> World:
-        """The same ranks as another grid. All must ask together."""
+        """Return the same ranks as a grid of another shape.
+
+        Collective: all ranks must call it.
+
+        Args:
+            tensor_ranks: size of a tensor-parallel group; divides the number of ranks.
+        """
         if tensor_ranks == 1:
             return World(self.rank, self.ranks, self.local_rank, self.device)
-        # Every rank takes part in making every group, in the same order.
+        # torch requires every rank to create every group, in the same order.
         everyone = range(self.ranks)
         starts = range(0, self.ranks, tensor_ranks)
         tensor_groups = [dist.new_group(everyone[start : start + tensor_ranks]) for start in starts]
@@ -79,52 +87,54 @@ def join_world(
     device: str = "auto",
     timeout_s: float = 1800.0,
     tensor_ranks: int = 1,
-    asked: Callable[[], object] = lambda: False,
+    stop_requested: Callable[[], object] = lambda: False,
 ) -> World:
-    """Find this process's place and connect it to the others.
+    """Connect this process to the other ranks.
 
     Args:
-        device: "auto" (a GPU where there is one), "cpu" or "cuda".
-        timeout_s: seconds after which a rank that waits for another gives up.
-        tensor_ranks: neighbours that share a model; divides the number of ranks.
-        asked: whether to end instead of waiting for others.
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        timeout_s: seconds after which a rank stops waiting for another.
+        tensor_ranks: size of a tensor-parallel group; divides the number of ranks.
+        stop_requested: returns a true value when the rank is to stop instead of waiting for others.
 
     Raises:
-        ConfigError: if a GPU is asked for and there is none, the ranks do not know where to meet, or they cannot be
-            divided by ``tensor_ranks``.
-        TrainingError: if not all ranks come within ``timeout_s``.
-        ReportedError: if asked to end.
+        ConfigError: if ``device`` is "cuda" and there is no GPU, if MASTER_ADDR or MASTER_PORT is missing, or if
+            ``tensor_ranks`` does not divide the number of ranks.
+        TrainingError: if a rank is missing after ``timeout_s``.
+        ReportedError: if a stop is requested.
     """
     rank, ranks, local_rank = here = place()
-    with once_a_host():
+    with once_per_host():
         _check(device, ranks, tensor_ranks)
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     index = _gpu(local_rank) if use_cuda else local_rank
     where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
-    # DeepSpeed looks for these even when the processes are already connected, and tries MPI if they are missing.
-    # By the last it chooses its GPU.
+    # DeepSpeed reads these even if the processes are already connected, and tries MPI if they are missing.
+    # It chooses its GPU by LOCAL_RANK.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
     if ranks == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
     if not dist.is_initialized():
         backend, timeout = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout_s)
-        if ranks == 1:  # no port needed, none taken
+        if ranks == 1:  # needs no port
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
-            store = meet(here, timeout_s, asked)
+            store = meet(here, timeout_s, stop_requested)
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 
 def _gpu(local_rank: int) -> int:
-    """The GPU of a rank, among those it can see: SLURM may show each task its own alone.
+    """Return the index of a rank's GPU among those that are visible to it.
+
+    SLURM can make a single GPU visible to each task, which then has index 0.
 
     Raises:
-        ConfigError: if there is none for it.
+        ConfigError: if there is no GPU for the rank.
     """
     seen = torch.cuda.device_count()
     if seen == 1 and os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1":
@@ -138,7 +148,7 @@ def _gpu(local_rank: int) -> int:
 
 
 def _check(device: str, ranks: int, tensor_ranks: int) -> None:
-    """Refuse what is wrong for all ranks of this host alike.
+    """Check the settings that are wrong on all ranks of a host if on any.
 
     Raises:
         ConfigError: as in :func:`join_world`.
@@ -160,6 +170,6 @@ def _check(device: str, ranks: int, tensor_ranks: int) -> None:
 
 
 def leave_world() -> None:
-    """Disconnect, so that a next run in this process can connect anew."""
+    """Disconnect this process, so that a later run in it can connect again."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""What a run needs of a machine, told before it is started."""
+"""Memory and work of a run, counted before it starts, and advice on settings."""

@@ -1,4 +1,4 @@
-"""Which ZeRO stage, recomputation and micro-batch suit a GPU."""
+"""Choice of ZeRO stage, recomputation and micro-batch size for a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from deepspeed_nmt.planning.memory import PARTS, Layout, Recompute, WorkOf, stat
 GIB = 2**30
 SMALLEST_MICRO_TOKENS = 512
 RECOMPUTE = (0, 4, 2, 1)
-"""Every how manieth layer of a side to try to recompute, from the least to the most."""
+"""Settings of recomputation to try: every k-th layer, from the least recomputation to the most; 0 is none."""
 _IDLE_TOKENS = 400
-"""A micro-batch takes the time of so many tokens more than it has: a GPU needs work to hide its start-up."""
+"""Overhead of a micro-batch in tokens: a GPU needs work to hide the launch of its kernels."""
 _SLOWER = {None: 1.0, 0: 1.0, 1: 1.0, 2: 1.02, 3: 1.15}
-"""Time of an update under a ZeRO stage, against none: communication that is not hidden. A rule of thumb."""
+"""Relative time of an update under a ZeRO stage, for communication that is not hidden. A rule of thumb."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to train a model on some GPUs, and what it costs.
+    """A way to train a model on some GPUs, and its cost.
 
     Attributes:
         layout: of the model.
         micro_tokens: padded tokens in a micro-batch.
-        recompute: every so manieth layer of the encoder and of the decoder; 0 none.
+        recompute: every k-th layer of encoder and decoder is recomputed; 0 none.
         parts: bytes on one GPU, by the names in PARTS.
         flops_per_token: of the model, for each target token; recomputation is not counted.
         seconds_per_token: relative cost, for comparing plans.
@@ -42,22 +42,26 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes on one GPU."""
+        """Sum of all parts, in bytes on one GPU."""
         return sum(self.parts.values())
 
     def fits(self, gib: float) -> bool:
-        """Whether so much memory has room for it."""
+        """Return True if the plan fits into ``gib`` GiB."""
         return self.total <= gib * GIB
 
 
 def plan_for(
     work: WorkOf, trained: int, frozen: int, layout: Layout, micro_tokens: int, recompute: Recompute
 ) -> Plan:
-    """Memory and cost of one way to train.
+    """Compute memory and cost of one way to train.
 
     Args:
         work: of a micro-batch on one rank.
-        trained, frozen: parameters on one rank.
+        trained: number of trained parameters on one rank.
+        frozen: number of frozen parameters on one rank.
+        layout: of the model over the ranks.
+        micro_tokens: padded tokens of a micro-batch.
+        recompute: every k-th layer of encoder and decoder; 0 none.
     """
     needed, unrecomputed = work(micro_tokens, recompute), work(micro_tokens, (0, 0))
     state = state_bytes(trained, frozen, layout)
@@ -77,11 +81,15 @@ def advise(
     update_tokens: int,
     zero: Mapping[int, Mapping[str, Any]],
 ) -> Plan:
-    """The fastest plan that fits; if none does, the smallest.
+    """Return the fastest plan that fits, or the smallest if none fits.
 
     Args:
+        work: of a micro-batch on one rank.
+        trained: number of trained parameters on one rank.
+        frozen: number of frozen parameters on one rank.
+        gpu: to plan for.
         layout: ranks and precision to plan for; its stage is chosen here.
-        update_tokens: target tokens of an update over all ranks: no micro-batch needs to be larger than its share.
+        update_tokens: target tokens of an update over all ranks, which bound a micro-batch.
         zero: section ``zero_optimization`` of the DeepSpeed configuration for each stage.
     """
     stages: tuple[int | None, ...] = (None,) if layout.ranks == 1 else (1, 2, 3)
@@ -98,7 +106,7 @@ def advise(
 
 
 def _micro_tokens(share: int) -> Iterator[int]:
-    """Sizes to try: powers of two up to a GPU's share of an update."""
+    """Yield sizes to try: powers of two up to a GPU's share of an update."""
     tokens = SMALLEST_MICRO_TOKENS
     while tokens <= max(SMALLEST_MICRO_TOKENS, min(share, 32768)):
         yield tokens

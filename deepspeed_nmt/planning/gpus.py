@@ -1,16 +1,17 @@
-"""GPUs by name: memory, and what their tensor cores can do at best."""
+"""GPUs by name: memory, and peak of their tensor cores."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean
 
 CONTEXT_GIB = 1.0
-"""What the driver, cuBLAS and NCCL take for themselves."""
+"""Memory (GiB) that the driver, cuBLAS and NCCL use."""
 FRAGMENTED = 0.06
-"""Share of the rest that the allocator cannot use."""
+"""Share of the rest that is lost to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,20 @@ class Gpu:
     Attributes:
         name: as given.
         gib: memory.
-        tflops: 10^12 dense 16-bit operations a second, by its data sheet; 0 if unknown.
-        precision: the 16-bit format to train in.
+        tflops: peak in 10^12 dense 16-bit operations a second, from its data sheet; 0 if unknown.
+        precision: the format to train in.
         capability: CUDA's compute capability.
     """
 
     name: str
     gib: float
     tflops: float
-    precision: str = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     capability: tuple[int, int] = (8, 0)
 
     @property
     def usable_gib(self) -> float:
-        """What is left for a program beside the driver and what the allocator cannot use."""
+        """Memory (GiB) that a program can use, after the driver and fragmentation."""
         return (self.gib - CONTEXT_GIB) * (1.0 - FRAGMENTED)
 
 
@@ -50,12 +51,12 @@ GPUS = {
     )
 }
 
-# What drivers call them, in the order in which to look.
+# Parts of the names that drivers report, in order of search.
 _KINDS = {"V100": "v100-32g", "A100": "a100-80g", "L40S": "l40s-48g", "H100": "h100-80g", "H200": "h200-141g"}
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU meant by ``--gpu``: a known name, or NAME:GiB for any other.
+    """Return the GPU named by ``--gpu``: a known name, or NAME:GiB for any other.
 
     Raises:
         ConfigError: if it is neither.
@@ -77,7 +78,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def kind_of(device_name: str) -> Gpu | None:
-    """The known kind that a device's name, such as "Tesla V100-SXM2-16GB", belongs to; its memory may differ."""
+    """Return the known GPU that matches a device's name, such as "Tesla V100-SXM2-16GB"; its memory may differ."""
     for part, kind in _KINDS.items():
         if part.lower() in device_name.lower():
             return GPUS[kind]

@@ -1,9 +1,9 @@
 """The memory of one GPU in training, by part, and the work of an update.
 
-Activations and the work are not estimated by formulas: one update of the run's own model and objective is carried out
-on the meta device, forwards and backwards, and counted. What an engine keeps for each parameter is arithmetic.
+Activations and work are counted, not estimated: one update of the run's own model and objective runs on the meta
+device, forward and backward. The state that an engine keeps for each parameter follows from arithmetic.
 
-Bytes for each parameter held, n being the ranks that work on different micro-batches:
+Bytes per parameter, with n data-parallel ranks:
 
     engine            weights  gradients  optimizer     buffers
     plain, fp32       4        4          8
@@ -11,11 +11,11 @@ Bytes for each parameter held, n being the ranks that work on different micro-ba
     ZeRO 0, fp32      4        4          8
     ZeRO 1, fp32      4        4          12/n          4/n (the gradient it steps with)
     ZeRO 1, 16 bit    2        2          12/n          4/n
-    ZeRO 2            the same, but gradients are divided by n
-    ZeRO 3            weights, too, are divided by n; those in use and fetched ahead are buffers
+    ZeRO 2            as ZeRO 1, with gradients divided by n
+    ZeRO 3            as ZeRO 2, with weights divided by n; weights in use and prefetched ones are buffers
 
-Gradients pass through buckets, whose size is in the DeepSpeed configuration. Frozen parameters have weights alone.
-Optimizer state and weights that are offloaded count nothing.
+Gradients pass through buckets of the size in the DeepSpeed configuration. Frozen parameters have weights only.
+Offloaded optimizer state and weights take no GPU memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -35,20 +35,20 @@ from deepspeed_nmt.planning.tally import Tally
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 Recompute = tuple[int, int]
-"""Every how manieth layer application of the encoder and of the decoder is recomputed; 0 none."""
+"""Every k-th layer application of encoder and decoder is recomputed; 0 none."""
 LENGTH = 32
-"""Tokens of a sentence of the micro-batches that are counted."""
+"""Tokens of each sentence in the micro-batches that are counted."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one micro-batch needs.
+    """Memory and work of one micro-batch.
 
     Attributes:
-        tokens: target tokens, and source tokens, of the micro-batch.
-        activations: bytes that the forward pass leaves for the backward pass.
-        logits: bytes on top of those, for the projection, the loss, and whatever the backward pass needs at once.
-        flops: of the model's matrix products, forwards and backwards.
+        tokens: target tokens, and as many source tokens.
+        activations: bytes that the forward pass keeps for the backward pass.
+        logits: bytes on top of those, for the projection, the loss, and temporary tensors of the backward pass.
+        flops: of the model's matrix products, forward and backward.
     """
 
     tokens: int
@@ -65,19 +65,22 @@ def count_update(
     recompute: Recompute,
     updates: int = 1,
 ) -> Work:
-    """Carry out micro-batches of a model on the meta device, one for each of some updates, and count.
+    """Run micro-batches of a model on the meta device, one for each of some updates, and count.
 
-    Memory is the most of those updates (random choices differ between them), work their mean.
+    Random choices differ between updates: memory is their maximum, work their mean.
 
     Args:
         model: on the meta device, in the dtype it is trained in.
-        tokens: padded target tokens, and source tokens, of a micro-batch.
-        recompute: every so manieth layer application of each side; 0 none.
+        objective: of the run.
+        vocabulary: of the data.
+        tokens: padded target tokens, and as many source tokens, of a micro-batch.
+        recompute: every k-th layer application of each side; 0 none.
+        updates: number of updates to count.
     """
     model.recompute(*recompute)
     module = TrainModule(model, objective).train()
     for parameter in model.parameters():
-        # Gradients are there already, as in the second micro-batch of an update.
+        # Gradients exist already, as in the second micro-batch of an update.
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     found = []
     for update in range(1, updates + 1):
@@ -101,10 +104,11 @@ def count_update(
 
 @dataclass(frozen=True)
 class Rates:
-    """Work of training, forwards and backwards without recomputation, in operations.
+    """Work of training in operations, forward and backward, without recomputation.
 
     Attributes:
-        source, target: for each source and each target token.
+        source: for each source token.
+        target: for each target token.
     """
 
     source: float
@@ -112,7 +116,7 @@ class Rates:
 
 
 def count_rates(model: TranslationModel, objective: Objective, vocabulary: Vocabulary, updates: int = 2) -> Rates:
-    """Count a model on the meta device; the mean over some updates, since random choices differ between them."""
+    """Count the work of a model on the meta device, as the mean over some updates."""
     module = TrainModule(model, objective).train()
     rows, flops = 8, []
     for source_length in (LENGTH, 2 * LENGTH):
@@ -134,21 +138,29 @@ def _batch(tokens: int, vocabulary: Vocabulary, update: int, source_length: int 
         return torch.zeros(*shape, dtype=torch.int64, device="meta")
 
     count = rows * length
-    # One source position counts as padding: batches that have none are rare.
-    texts = (of(rows, source_length), of(rows, length), of(rows, length), of(rows))
-    return Batch(*texts, count, rows * source_length - 1, vocabulary.pad, 1, update, 0, count, rows)
+    # One source position counts as padding: batches without any are rare.
+    return Batch(
+        source_BS=of(rows, source_length),
+        target_input_BT=of(rows, length),
+        target_output_BT=of(rows, length),
+        sentence_ids_B=of(rows),
+        source_tokens=rows * source_length - 1,
+        target_tokens=count,
+        pad=vocabulary.pad,
+        update=UpdateInfo(seed=1, number=update, tokens=count, sentences=rows),
+    )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over GPUs.
+    """Layout of a model over GPUs.
 
     Attributes:
         stage: of ZeRO; None for plain torch.
-        ranks: GPUs in all.
-        tensor_ranks: of these, how many share a model.
+        ranks: number of GPUs.
+        tensor_ranks: number of GPUs that share a model.
         bits: 32 or 16.
-        zero: the section ``zero_optimization`` of the DeepSpeed configuration.
+        zero: section ``zero_optimization`` of the DeepSpeed configuration.
     """
 
     stage: int | None
@@ -159,10 +171,12 @@ class Layout:
 
 
 def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
-    """Bytes that one GPU holds besides activations and logits, by part.
+    """Return the bytes that one GPU holds besides activations and logits, by part.
 
     Args:
-        trained, frozen: parameters of this rank's slice of the model.
+        trained: number of trained parameters in this rank's slice of the model.
+        frozen: number of frozen ones.
+        layout: of the model over the ranks.
     """
     zero = dict(layout.zero or {})
     n = layout.ranks // layout.tensor_ranks
@@ -172,7 +186,7 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
         copies = 2 * count if layout.bits == 16 else 0
         return {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained, "buffers": copies}
     bucket = _elements(zero, "reduce_bucket_size", 5e8)
-    # Made in full, however small the model; a second one to fill while the first is on its way.
+    # Allocated in full for models of any size; overlapped communication has a second one.
     bucket_bytes = width * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
     optimizer, buffers = 12 * trained // n, 4 * trained // n + bucket_bytes
     weights = width * count
@@ -192,24 +206,27 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:
-    """A size in DeepSpeed's configuration; "auto" is its default."""
+    """Return a size in DeepSpeed's configuration; "auto" is its default."""
     value = zero.get(key, default)
     return int(default if value == "auto" else float(value))
 
 
 WorkOf = Callable[[int, Recompute], Work]
 Counts = tuple[Work, Work]
-"""Of a small and of a large micro-batch."""
+"""Work of a small and of a large micro-batch."""
 
 
 def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: tuple[int, int]) -> WorkOf:
-    """Work of any micro-batch from counts without recomputation, with all of the encoder, and all of the decoder.
+    """Return a function from micro-batch size and recomputation to work, interpolated between counts.
 
-    Everything grows linearly with the tokens, on top of what does not depend on them. Of n applications every k-th is
-    recomputed, n // k of them, and saves its share.
+    Everything is affine in the number of tokens. If every k-th of n applications is recomputed, n // k of them save
+    their share.
 
     Args:
-        applications: of layers, by side.
+        none: counts without recomputation.
+        encoder: counts with all of the encoder recomputed.
+        decoder: counts with all of the decoder recomputed.
+        applications: number of layer applications of encoder and decoder.
     """
 
     def line(tokens: int, counts: Counts, what: str) -> float:
@@ -218,7 +235,10 @@ def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: t
         return float(getattr(small, what) + slope * (tokens - small.tokens))
 
     def work(tokens: int, recompute: Recompute) -> Work:
-        shares = [every and count // every / count for count, every in zip(applications, recompute, strict=True)]
+        shares = [
+            count // every / count if every and count else 0.0
+            for count, every in zip(applications, recompute, strict=True)
+        ]
 
         def changed(what: str) -> int:
             start = line(tokens, none, what)

@@ -1,6 +1,6 @@
-"""What a computation allocates and multiplies, counted while it runs.
+"""Counter of memory and matrix products of a computation, while it runs.
 
-On the meta device tensors have shapes and no memory, so that the largest model can be counted anywhere.
+On the meta device tensors have shapes and no data, so a model of any size can be counted on any machine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _aten = torch.ops.aten
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, inside its ``with`` block, the memory of tensors and the work of matrix products.
+    """Counter of tensor memory and of matrix products inside its ``with`` block.
 
-    Tensors made before count nothing; gradients, made inside, do.
+    Tensors made before the block are not counted; gradients made inside are.
 
     Attributes:
-        bytes: held now by tensors made inside.
-        peak_bytes: the most that was held at once.
-        flops: of matrix products, a multiplication and an addition counted as two.
+        bytes: memory held now by tensors made inside.
+        peak_bytes: maximum of ``bytes``.
+        flops: operations of matrix products; a multiplication and an addition count as two.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _product(a: Tensor, b: Tensor, *rest: Any) -> int:
-    """(..., n, k) times (..., k, m)."""
+    """Count the operations of (..., n, k) times (..., k, m)."""
     return 2 * a.numel() * b.shape[-1]
 
 

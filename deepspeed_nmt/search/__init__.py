@@ -1,29 +1,20 @@
-"""Decoding: searches for the best translation, and the table a run's configuration names them by."""
+"""Decoding: searches for the best translation, and the registry of their names.
+
+To add a search, write its file with a configuration class and a :class:`Search`, and add its line here.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.registry import Entry, Registry
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis
+from deepspeed_nmt.search.base import Hypothesis, Search
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
 
-SearchConfig = BeamConfig | DeepShallowConfig | MaskPredictConfig
-"""Settings of any search."""
+__all__ = ["SEARCHES", "Hypothesis", "Search", "SearchConfig"]
 
-
-class Search(Protocol):
-    """Finds translations of a batch of sentences."""
-
-    def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Hypotheses of each sentence, best first. Shape: (B,S)"""
-        ...
-
-
-# name, configuration, builder: (model, bos, eos, pad, config) -> search
+# name, configuration, builder: (config, model, vocabulary) -> search
 SEARCHES: Registry[Search] = Registry(
     "search",
     [

@@ -5,11 +5,11 @@ EOS that ranks among the first K *finishes*; the best K others live on. (Of 2K e
 for each parent, so looking at 2K always leaves K to live.)
 
 A sentence is done as soon as K hypotheses have finished, or at its length limit, where every live hypothesis is
-closed with EOS at the price the model asks for it. Live hypotheses therefore always compete at equal length, without
-a penalty, and finished ones by log-probability divided by the length penalty. The alternative, to wait until no live
-hypothesis *could* still win, is not taken: under a penalty that grows with length a live one can win until it is very
-long, so most sentences would run on to their limits. With this rule a beam of 1 is exactly greedy decoding, and a
-sentence's result depends on nothing but the sentence.
+extended by EOS at its log-probability under the model. Live hypotheses are always compared at equal length, without a
+penalty, and finished ones by log-probability divided by the length penalty. Searching on until no live hypothesis
+*could* still win would take most sentences to their length limits, since under a penalty that grows with length a
+live hypothesis can win until it is very long. With the rule used here, a beam of 1 is exactly greedy decoding, and
+the result of a sentence depends on that sentence alone.
 
 Legend: B sentences still searched, S source length, V vocabulary, K beam, W live hypotheses of a sentence (1 before
 the first step, then K), R rows = B x W, C extensions looked at, T target length so far.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +28,36 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import SearchConfig
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 _BLOCK = 64
-"""Logits of which only the largest is looked at first."""
+"""Logits in a block, of which only the largest is looked at first."""
 _CACHE_ELEMENTS = 1 << 20
-"""Logits whose sums are formed at once on a CPU: 4 MiB."""
+"""Logits summed at once on a CPU: 4 MiB."""
 
 
-class BeamSettings(Config):
-    """Settings of searches that follow a beam.
+class BeamSettings(SearchConfig):
+    """Settings of searches with a beam.
 
-    A translation has at most ``int(max_length_ratio * source tokens) + max_length_extra`` tokens, EOS counted on both
-    sides, and at least the EOS.
+    A translation has at least one token, the EOS, and at most
+    ``int(max_length_ratio * source tokens) + max_length_extra`` tokens. EOS counts on both sides.
     """
 
-    beam: int = Field(default=5, ge=1, description="K, hypotheses followed at once; 1 is greedy decoding")
-    length_penalty: str = Field(default="gnmt:0.6", description="gnmt:A, power:A, mean, or none")
-    max_length_ratio: float = Field(default=1.5, ge=0.0, le=100.0, description="target tokens for each source token")
-    max_length_extra: int = Field(default=10, ge=0, le=100_000, description="target tokens on top of the ratio")
+    width_setting: ClassVar[str | None] = "beam"
+    beam: int = Field(default=5, ge=1, description="hypotheses of a sentence (beam size, K); 1: greedy decoding")
+    length_penalty: str = Field(
+        default="gnmt:0.6", description="gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"
+    )
+    max_length_ratio: float = Field(
+        default=1.5, ge=0.0, le=100.0, description="longest translation: target tokens for each source token"
+    )
+    max_length_extra: int = Field(
+        default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
+    )
 
     @field_validator("length_penalty")
     @classmethod
@@ -64,27 +73,12 @@ class BeamConfig(BeamSettings):
 
 
 @dataclass(frozen=True)
-class Hypothesis:
-    """A finished translation.
-
-    Attributes:
-        tokens: without BOS and EOS.
-        score: ``log_prob`` divided by the length penalty; the higher the better.
-        log_prob: log-probability (nats) of the tokens and the EOS after them.
-    """
-
-    tokens: list[int]
-    score: float
-    log_prob: float
-
-
-@dataclass(frozen=True)
 class _Live:
-    """The hypotheses still growing; dead slots (fewer than K exist) have a log-probability of -inf.
+    """Unfinished hypotheses; slots without one have a log-probability of -inf.
 
     Attributes:
-        tokens_BWT: what they consist of, BOS first.
-        log_prob_BW: fp32.
+        tokens_BWT: their tokens, BOS first.
+        log_prob_BW: their log-probabilities, fp32.
     """
 
     tokens_BWT: Tensor
@@ -93,13 +87,13 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Extensions:
-    """The best ways to extend the hypotheses of each sentence by a token, best first.
+    """The best extensions of each sentence's hypotheses by one token, best first.
 
     Attributes:
-        log_prob_BC: of the extended hypothesis, fp32; -inf fills up where fewer exist.
-        parent_BC: which of the sentence's hypotheses is extended, 0..W-1.
-        token_BC: by which token.
-        is_eos_BC: whether that is EOS.
+        log_prob_BC: log-probability of the extended hypothesis, fp32; -inf where fewer than C exist.
+        parent_BC: number of the hypothesis that is extended, 0..W-1.
+        token_BC: the new token.
+        is_eos_BC: True if the new token is EOS.
     """
 
     log_prob_BC: Tensor
@@ -111,48 +105,40 @@ class _Extensions:
 class BeamSearch:
     """Beam search with one model.
 
+    Hypotheses are scored by log-probability divided by the length penalty. BOS and padding are never predicted.
+
     Args:
-        model: in eval mode when :meth:`search` is called.
-        bos: beginning-of-sentence token, which starts every hypothesis; never predicted.
-        eos: end-of-sentence token, which finishes one.
-        pad: padding token; never predicted.
-        config: the settings.
+        config: settings.
+        model: A model, which must be in eval mode when :meth:`search` is called.
+        vocabulary: special tokens.
     """
 
-    def __init__(self, model: DecodableModel, bos: int, eos: int, pad: int, config: BeamSettings) -> None:
-        self.model = model
-        self.bos = bos
-        self.eos = eos
-        self.pad = pad
+    def __init__(self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
         self.config = config
+        self.model = model
+        self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences.
-
-        Args:
-            source_BS: source tokens on the model's device, each row ending in EOS, padded on the right.
-            padded: False promises that no position is padding.
+        """Translate a batch of sentences; see :meth:`Search.search`.
 
         Returns:
             For each sentence at least one and at most ``beam`` different hypotheses, best first.
 
         Raises:
             CheckpointError: if the model predicts NaN.
-
-        Shape: (B,S)
         """
         assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
             return []
         limits = self._limits(source_BS)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
-        numbers = list(range(len(limits)))  # Of the sentences still searched, in the order of the rows.
+        numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
         memory = self.model.encode(source_BS, padded)
         cache = self.model.begin()
         live = _Live(
-            tokens_BWT=source_BS.new_full((len(limits), 1, 1), self.bos),
+            tokens_BWT=source_BS.new_full((len(limits), 1, 1), self.vocabulary.bos),
             log_prob_BW=torch.zeros(len(limits), 1, device=source_BS.device),
         )
         for length in count(1):
@@ -177,25 +163,28 @@ class BeamSearch:
         return [self._best(hypotheses) for hypotheses in finished]
 
     def _limits(self, source_BS: Tensor) -> list[int]:
-        """The most tokens each translation may have, EOS included."""
-        lengths: list[int] = source_BS.ne(self.pad).sum(dim=1).tolist()
+        """Compute the most tokens that each translation may have, EOS included."""
+        lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
         config, most = self.config, self.model.longest_target
         limits = [max(1, int(config.max_length_ratio * length) + config.max_length_extra) for length in lengths]
         return limits if most is None else [min(limit, most) for limit in limits]
 
     def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool]) -> _Extensions:
-        """The best 2K extensions of each sentence. Overwrites the logits.
+        """Find the best 2K extensions of each sentence.
 
         Args:
-            closing: for each sentence, whether only EOS may follow.
+            live: unfinished hypotheses.
+            logits_RV: logits of their next tokens; overwritten.
+            closing: for each sentence, True if only EOS may follow.
         """
+        eos, pad, bos = self.vocabulary.eos, self.vocabulary.pad, self.vocabulary.bos
         sentences, width = live.log_prob_BW.shape
         wanted = 2 * self.config.beam
         logits_RV = logits_RV.float()
         log_sum_R1 = _log_sum_exp(logits_RV)
-        eos_log_prob_R1 = logits_RV[:, self.eos : self.eos + 1] - log_sum_R1
-        logits_RV[:, self.pad] = -torch.inf
-        logits_RV[:, self.bos] = -torch.inf
+        eos_log_prob_R1 = logits_RV[:, eos : eos + 1] - log_sum_R1
+        logits_RV[:, pad] = -torch.inf
+        logits_RV[:, bos] = -torch.inf
         if self.model.mask is not None:
             logits_RV[:, self.model.mask] = -torch.inf
         best_RC, token_RC = _top(logits_RV, min(wanted, logits_RV.shape[1]))
@@ -204,24 +193,24 @@ class BeamSearch:
             closing_R1 = torch.tensor(closing, device=logits_RV.device).repeat_interleave(width).unsqueeze(1)
             only_first = F.pad(eos_log_prob_R1, (0, log_prob_RC.shape[1] - 1), value=-torch.inf)
             log_prob_RC = torch.where(closing_R1, only_first, log_prob_RC)
-            token_RC = token_RC.masked_fill(closing_R1, self.eos)
+            token_RC = token_RC.masked_fill(closing_R1, eos)
         each = log_prob_RC.shape[1]
         log_prob_BN = (live.log_prob_BW.view(-1, 1) + log_prob_RC).view(sentences, width * each)
         token_BN = token_RC.reshape(sentences, width * each)
         missing = wanted - width * each
         if missing > 0:
             log_prob_BN = F.pad(log_prob_BN, (0, missing), value=-torch.inf)
-            token_BN = F.pad(token_BN, (0, missing), value=self.eos)
+            token_BN = F.pad(token_BN, (0, missing), value=eos)
         log_prob_BC, index_BC = log_prob_BN.topk(wanted, dim=1)
-        parent_BC = (index_BC // each).clamp_(max=width - 1)  # What fills up has no parent.
+        parent_BC = (index_BC // each).clamp_(max=width - 1)  # a filled-up extension has no parent
         token_BC = token_BN.gather(1, index_BC)
-        return _Extensions(log_prob_BC, parent_BC, token_BC, token_BC == self.eos)
+        return _Extensions(log_prob_BC, parent_BC, token_BC, token_BC == eos)
 
     def _ended(self, live: _Live, extensions: _Extensions, length: int) -> Iterator[tuple[int, Hypothesis]]:
-        """The hypotheses that this step finishes, with the row of their sentence."""
+        """Yield the hypotheses that this step finishes, each with the row of its sentence."""
         log_prob_BK = extensions.log_prob_BC[:, : self.config.beam]
         ends_BK = extensions.is_eos_BC[:, : self.config.beam] & log_prob_BK.isfinite()
-        # In most steps this is the one time that the host waits for the device.
+        # In most steps, only here the host waits for the device.
         sentence_N, rank_N = ends_BK.nonzero(as_tuple=True)
         if sentence_N.shape[0] == 0:
             return
@@ -232,7 +221,7 @@ class BeamSearch:
             yield row, Hypothesis(tokens, log_prob / penalty, log_prob)
 
     def _survivors(self, live: _Live, extensions: _Extensions, kept_B: Tensor | None) -> tuple[_Live, Tensor]:
-        """The best K unfinished extensions of the sentences ``kept_B`` (None: all), and which rows they continue."""
+        """Select the best K unfinished extensions of sentences ``kept_B`` (None: all) and the rows they extend."""
         open_BC = extensions.log_prob_BC.masked_fill(extensions.is_eos_BC, -torch.inf)
         log_prob_BK, order_BK = open_BC.topk(self.config.beam, dim=1)
         token_BK = extensions.token_BC.gather(1, order_BK)
@@ -248,16 +237,17 @@ class BeamSearch:
     def _best(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
         if not hypotheses:
             raise CheckpointError(
-                "The model must predict numbers, but predicts NaN or infinity for a sentence; its weights are "
-                "damaged or overflow: translate with another checkpoint, or in fp32."
+                "the model must predict finite numbers, but predicts NaN or infinity for a sentence; its weights are "
+                "damaged or overflow: translate with another checkpoint, or in fp32"
             )
         return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[: self.config.beam]
 
 
 def _log_sum_exp(logits_RV: Tensor) -> Tensor:
-    """Each row's log of the sum of exponentials: all that is needed of a log-softmax besides a few winners.
+    """Compute the log of the sum of exponentials of each row.
 
-    On a CPU a few rows at a time, whose intermediate results stay in the cache: twice as fast.
+    Together with a few logits, this replaces a log-softmax. On a CPU a few rows are processed at a time, whose
+    intermediate results stay in the cache, which is twice as fast.
 
     Shape: (R,V) -> (R,1)
     """
@@ -267,10 +257,10 @@ def _log_sum_exp(logits_RV: Tensor) -> Tensor:
 
 
 def _top(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest entries of each row and where they are, in no particular order.
+    """Find the ``k`` largest entries of each row and their indices, in no particular order.
 
-    The ``k`` blocks with the largest maxima hold them all, so only those blocks (and what the last whole block leaves
-    over) are searched: on a CPU with V = 10,000 twice as fast as searching whole rows.
+    The ``k`` blocks with the largest maxima hold them all, so only those blocks and the entries after the last whole
+    block are searched. On a CPU with V = 10,000 this is twice as fast as searching whole rows.
 
     Shape: (R,V) -> (R,k), (R,k)
     """

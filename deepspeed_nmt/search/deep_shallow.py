@@ -1,12 +1,13 @@
-"""Deep-shallow decoding (papers/depth-growing): two nets propose, both judge.
+"""Deep-shallow decoding of Wu et al., "Depth Growing for Neural Machine Translation" (2019).
 
-A beam search with the shallow net and one with the deep net give two lists. Every candidate is scored by both nets,
-as the mean log-probability of its tokens and EOS, and the best of the union by
+A deep and a shallow net propose candidates, and both judge them. A beam search with each net gives two lists. Both
+nets score every candidate by the mean log-probability of its tokens and EOS. The candidate of the union with the
+highest
 
     (alpha own + (1 - alpha) other) (length + 1)^exponent
 
-wins, where *own* is the net that proposed it (a candidate of both counts with the better of its two totals), and
-length + 1 counts the EOS.
+wins, where *own* is the score of the net that proposed it, *other* that of the other net, and length + 1 counts the
+EOS. A candidate that both nets proposed gets the higher of its two totals.
 
 Legend: B sentences, S source length, T target length, N candidates.
 """
@@ -14,14 +15,16 @@ Legend: B sentences, S source length, T target length, N candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import Memory, TranslationModel
-from deepspeed_nmt.search.beam import BeamSearch, BeamSettings, Hypothesis
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -29,36 +32,37 @@ _LOGITS_AT_ONCE = 1 << 24
 class DeepShallowConfig(BeamSettings):
     """Settings of deep-shallow decoding."""
 
+    needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
     name: Literal["deep_shallow"] = "deep_shallow"
-    alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the net that proposed a candidate")
-    exponent: float = Field(default=0.4, description="of length + 1 in the total")
+    alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the exit that proposed a candidate")
+    exponent: float = Field(default=0.4, description="exponent of length + 1 in the total")
 
 
 class DeepShallow:
     """Deep-shallow decoding with a model that has the exits ``deep`` and ``shallow``.
 
     Args:
-        model: in eval mode when :meth:`search` is called.
-        bos, eos, pad: special tokens.
-        config: the settings.
+        config: settings.
+        model: A model, which must be in eval mode when :meth:`search` is called.
+        vocabulary: special tokens.
 
     Raises:
         ConfigError: if the model has no such exits.
     """
 
-    def __init__(self, model: TranslationModel, bos: int, eos: int, pad: int, config: DeepShallowConfig) -> None:
-        self.nets = [model.at_exit(name) for name in ("deep", "shallow")]
-        self.searches = [BeamSearch(net, bos, eos, pad, config) for net in self.nets]
-        self.bos, self.eos, self.pad = bos, eos, pad
+    def __init__(self, config: DeepShallowConfig, model: TranslationModel, vocabulary: Vocabulary) -> None:
         self.config = config
+        self.nets = [model.at_exit(name) for name in config.needs_exits]
+        self.searches = [BeamSearch(config, net, vocabulary) for net in self.nets]
+        self.vocabulary = vocabulary
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences: the candidates of both nets, best first. Shape: (B,S)"""
+        """Translate a batch of sentences into the candidates of both nets, best first; see :meth:`Search.search`."""
         lists = [search.search(source_BS, padded) for search in self.searches]
         results: list[list[Hypothesis]] = [[] for _ in range(source_BS.shape[0])]
         union = [sorted({tuple(h.tokens) for found in lists for h in found[row]}) for row in range(len(results))]
-        scores = [mean_log_probs(net, source_BS, padded, union, self.bos, self.eos, self.pad) for net in self.nets]
+        scores = [mean_log_probs(net, self.vocabulary, source_BS, padded, union) for net in self.nets]
         for row, candidates in enumerate(union):
             for number, tokens in enumerate(candidates):
                 means = [score[row][number] for score in scores]
@@ -75,14 +79,24 @@ class DeepShallow:
 @torch.inference_mode()
 def mean_log_probs(
     model: TranslationModel,
+    vocabulary: Vocabulary,
     source_BS: Tensor,
     padded: bool,
     candidates: Sequence[Sequence[tuple[int, ...]]],
-    bos: int,
-    eos: int,
-    pad: int,
 ) -> list[list[float]]:
-    """The mean log-probability (nats) of each sentence's candidates' tokens and EOS. Shape: (B,S), B lists"""
+    """Compute the mean log-probability (nats) of the tokens and EOS of each sentence's candidates.
+
+    Args:
+        model: the net that scores.
+        vocabulary: special tokens.
+        source_BS: source tokens, as in :meth:`Search.search`.
+        padded: False promises that no position is padding.
+        candidates: candidates of each sentence, without BOS and EOS.
+
+    Returns:
+        Means in the shape of ``candidates``.
+    """
+    bos, eos, pad = vocabulary.bos, vocabulary.eos, vocabulary.pad
     memory = model.encode(source_BS, padded)
     flat = [(row, tokens) for row, each in enumerate(candidates) for tokens in each]
     length = max((len(tokens) for _, tokens in flat), default=0) + 1
@@ -96,7 +110,7 @@ def mean_log_probs(
             inputs_NT[place, : len(tokens) + 1] = torch.tensor([bos, *tokens])
             outputs_NT[place, : len(tokens) + 1] = torch.tensor([*tokens, eos])
         inputs_NT, outputs_NT = inputs_NT.to(source_BS.device), outputs_NT.to(source_BS.device)
-        for (row, _), value in zip(part, _means(model, memory, part, inputs_NT, outputs_NT, pad), strict=True):
+        for (row, _), value in zip(part, _means(model, memory, part, inputs_NT, outputs_NT), strict=True):
             means[row].append(value)
     return means
 
@@ -107,7 +121,6 @@ def _means(
     part: Sequence[tuple[int, tuple[int, ...]]],
     inputs_NT: Tensor,
     outputs_NT: Tensor,
-    pad: int,
 ) -> list[float]:
     rows_N = torch.tensor([row for row, _ in part], device=inputs_NT.device)
     states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]

@@ -1,4 +1,4 @@
-"""Several models that decode as one: their probabilities are averaged at each step.
+"""Ensembles: models whose probabilities are averaged at each step.
 
 Legend: B sentences, S source length, V vocabulary, R rows = B x beam.
 """
@@ -36,10 +36,10 @@ class _Caches(DecoderCache):
 
 
 class Ensemble(DecodableModel):
-    """Decodes with p(y) = mean of the models' p_i(y).
+    """An ensemble, which decodes with p(y) = mean of the models' p_i(y).
 
     Args:
-        models: with one vocabulary.
+        models: models with the same vocabulary.
     """
 
     def __init__(self, models: Sequence[DecodableModel]) -> None:
@@ -53,13 +53,16 @@ class Ensemble(DecodableModel):
         assert all(model.vocab_size == self.vocab_size for model in models)
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
+        """Encode sources with every model."""
         parts = tuple(model.encode(source_BS, padded) for model in self._each)
         return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
 
     def begin(self) -> DecoderCache:
+        """Create the caches of all models."""
         return _Caches([model.begin() for model in self._each])
 
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
+        """Compute log-probabilities of the next token, averaged as probabilities. Shape: (R,) -> (R,V)."""
         assert isinstance(memory, _Memories) and isinstance(cache, _Caches)
         log_p = [
             torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
@@ -68,4 +71,5 @@ class Ensemble(DecodableModel):
         return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
 
     def at_exit(self, name: str) -> DecodableModel:
+        """Create the ensemble of the models' exits."""
         return Ensemble([model.at_exit(name) for model in self._each]).train(self.training)

@@ -1,7 +1,7 @@
-"""Length penalties: how log-probabilities of translations of unlike length are compared.
+"""Length penalties, by which log-probabilities of translations of different lengths are compared.
 
 A hypothesis of n tokens, *its end-of-sentence token included*, scores log p / penalty(n). Log-probabilities are
-negative and sums over tokens, so a penalty that grows with n makes up for what each further token costs.
+negative sums over tokens, so a penalty that grows with n compensates for the cost of each further token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deepspeed_nmt.errors import ConfigError
 
 MAX_EXPONENT = 10.0
-"""Far above every useful exponent, far below what overflows at thousands of tokens."""
+"""Far above every useful exponent, and far below those that overflow at thousands of tokens."""
 
 _FORMULAS: dict[str, Callable[[int, float], float]] = {
     "gnmt": lambda length, exponent: ((5.0 + length) / 6.0) ** exponent,
@@ -23,16 +23,16 @@ _FORMULAS: dict[str, Callable[[int, float], float]] = {
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """A penalty by its name.
+    """A length penalty.
 
-    - ``gnmt:A``:  ((5 + n) / 6)^A (Wu et al. 2016, eq. 14)
+    - ``gnmt:A``:  ((5 + n) / 6)^A (Wu et al., "Google's Neural Machine Translation System", 2016, eq. 14)
     - ``power:A``: n^A
     - ``mean``:    n, the mean log-probability of a token; the same as power:1
     - ``none``:    1, the bare log-probability; the same as power:0
 
     Attributes:
         family: "gnmt" or "power".
-        exponent: A.
+        exponent: the exponent A.
     """
 
     family: str
@@ -40,10 +40,10 @@ class LengthPenalty:
 
     @classmethod
     def parse(cls, text: str) -> LengthPenalty:
-        """The penalty a user named.
+        """Parse the name of a penalty.
 
         Raises:
-            ConfigError: if there is no such penalty or its exponent is not a number from 0 to 10.
+            ConfigError: if there is no such penalty, or its exponent is not a number from 0 to 10.
         """
         if text in ("mean", "none"):
             return cls("power", 1.0 if text == "mean" else 0.0)
@@ -56,5 +56,5 @@ class LengthPenalty:
         return cls(match[1], float(match[2]))
 
     def __call__(self, length: int) -> float:
-        """What to divide the log-probability of ``length`` tokens by; the end-of-sentence token counts."""
+        """Compute the divisor for the log-probability of ``length`` tokens, the end-of-sentence token included."""
         return _FORMULAS[self.family](length, self.exponent)

@@ -1,37 +1,44 @@
-"""Mask-predict (Ghazvininejad et al. 2019): all tokens of a translation at once, the doubtful ones again.
+"""Mask-predict, which guesses all tokens of a translation at once and the least probable ones again.
 
-For each of the l most probable lengths N: start from N masks; in iteration t = 1..T guess the masked tokens, then
-mask the n = floor(N (T - t) / T) least probable ones. The candidate whose tokens have the highest mean
-log-probability wins.
+Ghazvininejad et al., "Mask-Predict: Parallel Decoding of Conditional Masked Language Models" (2019). For each of the
+l most probable lengths N, start from N masks. In iteration t = 1..T guess the masked tokens, then mask the
+n = floor(N (T - t) / T) least probable ones. The candidate whose tokens have the highest mean log-probability wins.
 
 Legend: B sentences, S source length, T target length, L lengths tried, R rows = B x L, N tokens guessed at once.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.core.parts import Parts, SearchConfig
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.registry import Config
-from deepspeed_nmt.search.beam import Hypothesis
+from deepspeed_nmt.search.base import Hypothesis
 
 
-class MaskPredictConfig(Config):
+class MaskPredictConfig(SearchConfig):
     """Settings of mask-predict."""
 
+    left_to_right: ClassVar[bool] = False
+    width_setting: ClassVar[str | None] = "length_beam"
     name: Literal["mask_predict"] = "mask_predict"
-    iterations: int = Field(default=10, ge=1, description="T")
-    length_beam: int = Field(default=5, ge=1, description="l, lengths tried for each sentence")
+    iterations: int = Field(default=10, ge=1, description="rounds of prediction (T)")
+    length_beam: int = Field(default=5, ge=1, description="lengths tried for each sentence (l)")
 
-    @property
-    def beam(self) -> int:
-        """Candidates of a sentence."""
-        return self.length_beam
+    def contradictions(self, parts: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if parts.model.left_to_right:
+            yield (
+                "search.name=mask_predict decodes models that guess masked tokens, but "
+                f"model.name={parts.model.name} predicts from left to right; use search.name=beam"
+            )
 
 
 @runtime_checkable
@@ -39,21 +46,21 @@ class MaskedModel(Protocol):
     """A model that guesses masked tokens.
 
     Attributes:
-        mask: the token that stands for one to be guessed.
-        longest_target: most tokens of a translation, its end included.
+        mask: token that replaces tokens to be guessed.
+        longest_target: most tokens of a translation, its EOS included; None if unbounded.
     """
 
     mask: int | None
     longest_target: int | None
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        """Encode sources. Shape: (B,S) -> (B,S,D)"""
+        """Encode sources. Shape: (B,S) -> (B,S,D)."""
 
     def lengths(self, memory: Memory) -> Tensor:
-        """Logits of the number of target tokens. Shape: -> (B,L)"""
+        """Compute logits of the number of target tokens. Shape: -> (B,L)."""
 
     def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The most probable token at each wanted position, row by row, and its log-probability.
+        """Guess the most probable token at each wanted position, row by row, and its log-probability.
 
         Shape: (R,T), bool (R,T) -> (N,), (N,)
         """
@@ -63,30 +70,33 @@ class MaskPredict:
     """Mask-predict with one model.
 
     Args:
-        model: in eval mode when :meth:`search` is called.
-        bos, eos, pad: special tokens; a row is BOS, the tokens, EOS, padding.
-        config: the settings.
+        config: settings.
+        model: A model, which must be in eval mode when :meth:`search` is called.
+        vocabulary: special tokens.
 
     Raises:
-        ConfigError: if the model cannot guess.
+        ConfigError: if the model does not guess masked tokens.
     """
 
     def __init__(
-        self, model: DecodableModel | MaskedModel, bos: int, eos: int, pad: int, config: MaskPredictConfig
+        self, config: MaskPredictConfig, model: DecodableModel | MaskedModel, vocabulary: Vocabulary
     ) -> None:
         if not isinstance(model, MaskedModel) or model.mask is None:
             raise ConfigError(
-                "search.name=mask_predict needs a model that guesses masked tokens; use search.name=beam"
+                "the model of search.name=mask_predict must guess masked tokens, but does not; use search.name=beam"
             )
+        self.config = config
         self.model: MaskedModel = model
         self.mask: int = model.mask
-        self.bos, self.eos, self.pad = bos, eos, pad
-        self.config = config
+        self.vocabulary = vocabulary
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences: a candidate of each length, best first; their ``score`` is the mean
-        log-probability of a token. Shape: (B,S)
+        """Translate a batch of sentences; see :meth:`Search.search`.
+
+        Returns:
+            For each sentence a candidate of each length tried, best first; their ``score`` is the mean
+            log-probability of a token.
         """
         if source_BS.shape[0] == 0:
             return []
@@ -108,20 +118,24 @@ class MaskPredict:
         return found
 
     def _lengths(self, memory: Memory) -> Tensor:
-        """The most probable lengths; at least one token, and no more than the model can read. Shape: -> (B,L)"""
+        """Find the most probable lengths, from one token to as many as the model can read. Shape: -> (B,L)."""
         logits_BN = self.model.lengths(memory).float()
         longest = logits_BN.shape[1] - 1 if self.model.longest_target is None else self.model.longest_target - 1
         best = logits_BN[:, 1 : longest + 1].topk(min(self.config.length_beam, longest), dim=1)
         return best.indices + 1
 
     def _fill(self, length_R: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Rows of so many tokens each, and each token's log-probability, 0 elsewhere. Shape: (R,) -> (R,T), (R,T)"""
+        """Guess ``length_R`` tokens for each row, between BOS and EOS, and their log-probabilities, 0 elsewhere.
+
+        Shape: (R,) -> (R,T), (R,T)
+        """
+        vocabulary = self.vocabulary
         place_T = torch.arange(int(length_R.max()) + 2, device=length_R.device)
         length_R1 = length_R.unsqueeze(1)
         words_RT = (place_T >= 1) & (place_T <= length_R1)
-        tokens_RT = torch.full(words_RT.shape, self.pad, device=length_R.device)
-        tokens_RT[:, 0] = self.bos
-        tokens_RT.masked_fill_(place_T == length_R1 + 1, self.eos)
+        tokens_RT = torch.full(words_RT.shape, vocabulary.pad, device=length_R.device)
+        tokens_RT[:, 0] = vocabulary.bos
+        tokens_RT.masked_fill_(place_T == length_R1 + 1, vocabulary.eos)
         masked_RT = words_RT
         log_p_RT = torch.zeros(words_RT.shape, device=length_R.device)
         total = self.config.iterations

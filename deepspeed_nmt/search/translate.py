@@ -1,7 +1,8 @@
-"""Translation of a stream of lines: of any length, in bounded memory, in its order.
+"""Translation of a stream of lines of any length, in its order and in bounded memory.
 
-Lines are read a buffer at a time; the sentences of a buffer are batched with others of like length and put back
-into order. Legend: B sentences, S source length.
+Lines are read a buffer at a time. The sentences of a buffer are batched by length and put back into order.
+
+Legend: B sentences, S source length.
 """
 
 from __future__ import annotations
@@ -19,26 +20,10 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
-from deepspeed_nmt.search.mask_predict import MaskPredictConfig
 
 
 class Tokenizer(Protocol):
-    """What translating needs to know of a vocabulary."""
-
-    @property
-    def pad(self) -> int:
-        """The padding token."""
-        ...
-
-    @property
-    def bos(self) -> int:
-        """The beginning-of-sentence token."""
-        ...
-
-    @property
-    def eos(self) -> int:
-        """The end-of-sentence token."""
-        ...
+    """The part of a tokenizer that translation needs."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -46,11 +31,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, /) -> list[int]:
-        """The tokens of a sentence, without its end."""
+        """Encode a source sentence as tokens, without EOS."""
         ...
 
     def decode(self, tokens: list[int], /) -> str:
-        """The sentence of tokens."""
+        """Decode target tokens into a sentence."""
         ...
 
 
@@ -60,8 +45,8 @@ class Translation:
 
     Attributes:
         text: the translation.
-        score: its log-probability (nats) divided by the length penalty; 0 for an empty line.
-        tokens: the translation's tokens, without BOS and EOS.
+        score: its score in the search; 0 for an empty line.
+        tokens: its tokens, without BOS and EOS.
     """
 
     text: str
@@ -83,43 +68,46 @@ def translate_lines(
     """Translate lines one by one, as they are asked for.
 
     Args:
-        model: on ``device``, in eval mode.
+        model: A model on ``device``, in eval mode.
+        tokenizer: vocabulary of the model.
         lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
             translation is empty. Of lines longer than the model can read, the beginning is translated, with a
             warning.
         config: the search and its settings.
-        max_tokens: bound on a batch: sentences times the longest source among them, in tokens with EOS. (Memory also
-            grows with the beam.) A longer line is translated in a batch of its own.
-        buffer_lines: how many lines are read before the first of them comes out; memory grows with it.
-        nbest: translations wanted for each line, at most the beam.
-        advance: is told how many more lines are done, which may be long before the first of them comes out.
+        max_tokens: bound of a batch: sentences times the longest source among them, in tokens with EOS. Memory also
+            grows with the beam. A longer line is translated in a batch of its own.
+        buffer_lines: lines that are read before the first of them is yielded; memory grows with it.
+        nbest: translations wanted for each line, at most as many as the search keeps.
+        device: device of the model.
+        advance: called with the number of further lines that are done, which may be long before they are yielded.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
 
     Raises:
-        ConfigError: if a number is out of range, all of them at once; raised before anything is read.
+        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
     """
     problems = [
         f"{name} must be at least 1, but is {value}"
         for name, value in (("max_tokens", max_tokens), ("buffer_lines", buffer_lines), ("nbest", nbest))
         if value < 1
     ]
-    if nbest > config.beam:
-        what = "length beam" if isinstance(config, MaskPredictConfig) else "beam"
+    if nbest > config.width:
+        width = config.width_setting
         problems.append(
-            f"nbest must be at most the {what}, but is {nbest} with a {what} of {config.beam}; raise the {what} to "
-            f"{nbest}"
+            f"nbest must be 1 with search.name={config.name}, but is {nbest}; use another search"
+            if width is None
+            else f"nbest must be at most {width}, which is {config.width}, but is {nbest}; raise {width} to {nbest}"
         )
     if problems:
         raise ConfigError(problems)
-    search = SEARCHES[config.name].build(model, tokenizer.bos, tokenizer.eos, tokenizer.pad, config)
+    search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
     longest, on = model.longest_source, torch.device(device)
     return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, on, nbest, longest, advance)
 
 
 def _cut(source: list[int], longest: int, line: int) -> list[int]:
-    """As much of a source as a model can read. Nobody translates a million lines to lose them to one of them."""
+    """Cut a source to the length that a model can read: one line must not stop the translation of a million."""
     if len(source) > longest:
         logger.warning(
             "line %s has %s tokens, but the model reads %s at most: its end is not translated",
@@ -131,9 +119,10 @@ def _cut(source: list[int], longest: int, line: int) -> list[int]:
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
-    """Source sentences as one tensor, padded on the right, and whether any position is padding.
+    """Collate source sentences.
 
-    Shape: -> (B,S)
+    Returns:
+        One tensor, padded on the right, and True if any position is padding. Shape: -> (B,S)
     """
     longest = max(map(len, sources))
     rows = [[*source, *[pad] * (longest - len(source))] for source in sources]
@@ -142,15 +131,15 @@ def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device
 
 
 def length_buckets(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Cut sentences into batches of like length, the longest first.
+    """Cut sentences into batches of similar length, the longest first.
 
-    Longest first, so that what does not fit into memory fails at once and not after an hour.
+    With the longest first, a batch that does not fit into memory fails at once and not after an hour.
 
     Args:
-        lengths: each sentence's length in tokens.
-        max_tokens: bound on sentences times the longest of a batch; a longer sentence gets a batch of its own.
+        lengths: length of each sentence in tokens.
+        max_tokens: bound of sentences times the longest of a batch; a longer sentence gets a batch of its own.
 
-    Returns:
+    Yields:
         The sentences' numbers, each once.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
@@ -172,7 +161,7 @@ def _translate(
     longest: int | None,
     advance: Callable[[int], object],
 ) -> Iterator[list[Translation]]:
-    before, eos = 0, tokenizer.vocabulary.source.eos
+    before, pad, eos = 0, tokenizer.vocabulary.pad, tokenizer.vocabulary.source.eos
     while buffer := list(islice(lines, buffer_lines)):
         sources = [tokenizer.encode(line.rstrip("\r\n")) for line in buffer]
         if longest is not None:
@@ -191,7 +180,7 @@ def _translate(
                 )
         for bucket in length_buckets(lengths, max_tokens):
             numbers = [filled[place] for place in bucket]
-            source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], tokenizer.pad, device)
+            source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], pad, device)
             for number, hypotheses in zip(numbers, search.search(source_BS, padded), strict=True):
                 translations[number] = [
                     Translation(tokenizer.decode(hypothesis.tokens), hypothesis.score, hypothesis.tokens)

@@ -1,47 +1,38 @@
-"""Checkpoints: independent of the engine, written in one step, checked before they are trusted.
+"""Checkpoints: independent of the engine, written atomically, and verified against their hashes when read.
 
     checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
                                moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
-                               state.json                  where training stands; state-N.json after a rollback
+                               state.json                  progress of training; state-N.json after a rollback
                                manifest.json               size and SHA-256 of each file above
     checkpoints/latest, best                               names of such directories
 
-A checkpoint is written under a temporary name, synced to disk, renamed, and only then pointed to. When a run is
-rolled back to one, it gets another state, and the manifest is replaced by one that names it.
+A checkpoint is written under a temporary name, synced to disk, renamed, and only then named by ``latest``. A rollback
+adds a new state to an old checkpoint and replaces the manifest by one that names it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from deepspeed_nmt.console import logger
-from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.engine.base import EngineScalars
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.files import atomic_write_text, sha256_of
 from deepspeed_nmt.train.progress import Progress
-
-_SHARD_BYTES = 2 * 1024**3
-_FORMAT = 1
-_PREFIX = "update-"
 
 
 class Checkpoint:
-    """A checkpoint on disk whose files have been compared with their manifest.
+    """A checkpoint on disk, verified against its manifest.
 
     Args:
         path: its directory.
-        verify: whether to hash its files, too; otherwise only their sizes are compared.
+        verify: True to verify the hashes of its files, False to compare their sizes only.
 
     Raises:
         CheckpointError: if it is missing, incomplete, or its content is not what was written.
@@ -73,36 +64,65 @@ class Checkpoint:
         }
 
     def restate(self, progress: Progress) -> None:
-        """Have training go on from here as ``progress`` says; weights and moments stay. In one step, as always.
+        """Replace the recorded progress atomically; weights and moments stay.
+
+        Args:
+            progress: to record.
 
         Raises:
-            OSError: if it cannot be written; the checkpoint is then what it was.
+            OSError: if it cannot be written; the checkpoint is then unchanged.
         """
         files = self._manifest["files"]
         name = f"state-{len(files)}.json"
-        record = _write_state(self.path / name, progress, self.scalars)
+        record = write_state(self.path / name, progress, self.scalars)
         self._manifest = {**self._manifest, "state": name, "files": {**files, name: record}}
         atomic_write_text(self.path / "manifest.json", json.dumps(self._manifest, indent=1))
         self.progress = progress
 
     @property
     def resumable(self) -> bool:
-        """Whether training can go on from it (an average cannot)."""
+        """True if training can be resumed from it; False for an average, which has no moments."""
         return bool(self._where["moments"])
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by parameter name, fp32 on the CPU."""
+        """Return all weights by parameter name, fp32 on the CPU."""
         return {name: self._tensor("weights", name) for name in self._where["weights"]}
 
     def weight(self, name: str) -> Tensor:
-        """The weight of a parameter, fp32 on the CPU."""
+        """Return the weight of a parameter, fp32 on the CPU."""
         return self._tensor("weights", name)
 
     def moment(self, name: str, which: str) -> Tensor:
-        """One of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
+        """Return one of Adam's moments of a parameter, fp32 on the CPU; zero before Adam's first step."""
         if self.scalars.optimizer_step == 0 and not self.resumable:
             return torch.zeros_like(self.weight(name))
         return self._tensor("moments", f"{name}.{which}")
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the weights into a model.
+
+        Raises:
+            CheckpointError: if names or shapes differ, naming the first difference.
+        """
+        weights = self.weights()
+        own = dict(model.named_parameters())
+        differences = [
+            *(f"{name} is missing" for name in sorted(own.keys() - weights.keys())),
+            *(f"{name} is unexpected" for name in sorted(weights.keys() - own.keys())),
+            *(
+                f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                for name in own
+                if name in weights and weights[name].shape != own[name].shape
+            ),
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{self.path} must hold the weights of this model, but {differences[0]} "
+                f"({len(differences)} differences); open it with its own run's config.yaml"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(weights[name])
 
     def _tensor(self, kind: str, name: str) -> Tensor:
         if name not in self._where[kind]:
@@ -119,256 +139,13 @@ class Checkpoint:
         return content
 
 
-class CheckpointStore:
-    """The checkpoints of one run.
-
-    Args:
-        directory: where they are.
-        keep_last: how many of the newest to keep.
-        keep_best: whether the best is kept besides.
-    """
-
-    def __init__(self, directory: Path, keep_last: int = 5, keep_best: bool = True) -> None:
-        self.directory = directory
-        self._keep_last = keep_last
-        self._keep_best = keep_best
-
-    def names(self) -> list[str]:
-        """Checkpoints of this run, oldest first. All were written in full; damage comes later."""
-        return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
-
-    def pointer(self, name: str) -> Path | None:
-        """What ``latest`` or ``best`` points to."""
-        file = self.directory / name
-        if not file.is_file():
-            return None
-        name = Path(file.read_text(encoding="utf-8").strip()).name
-        return self.directory / name if name and (self.directory / name).is_dir() else None
-
-    def newest(self, until: int | None = None) -> Checkpoint | None:
-        """The newest good checkpoint; a damaged one is passed over with a warning. None if there is none.
-
-        Args:
-            until: the last update whose checkpoint will do; default any.
-
-        Raises:
-            CheckpointError: if there are checkpoints and none is good.
-        """
-        broken = []
-        for name in reversed(self.names()):
-            if until is not None and name > _name(until):
-                continue
-            try:
-                checkpoint = Checkpoint(self.directory / name)
-            except CheckpointError as error:
-                broken.append(name)
-                logger.warning("%s; trying the one before it", error)
-                continue
-            if broken:
-                logger.warning("resuming from %s, because %s is damaged", name, " and ".join(broken))
-            return checkpoint
-        if broken:
-            raise CheckpointError(
-                f"none of the checkpoints in {self.directory} can be trusted ({', '.join(broken)}); restore one from "
-                "a copy, or start anew in another run directory"
-            )
-        return None
-
-    def open(self, which: str, option: str = "--checkpoint") -> Checkpoint:
-        """The checkpoint called ``best``, ``last``, ``average``, or found at a path.
-
-        Args:
-            option: by which the user named it, for messages.
-
-        Raises:
-            CheckpointError: if there is none, or it is damaged.
-        """
-        if which == "last":
-            newest = self.newest()
-            if newest is None:
-                raise self._empty()
-            return newest
-        if which == "best":
-            return self._best(option)
-        if which == "average":
-            if not (self.directory / "average").is_dir():
-                raise CheckpointError(
-                    f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
-                )
-            return Checkpoint(self.directory / "average")
-        for path in (self.directory / which, Path(which)):
-            if path.is_dir():
-                return Checkpoint(path)
-        raise CheckpointError(
-            f"{option} must be best, last, average or the path of a checkpoint, but there is no directory '{which}', "
-            f"neither here nor in {self.directory}"
-        )
-
-    def _best(self, option: str) -> Checkpoint:
-        if not self.names():
-            raise self._empty()
-        best = self.pointer("best")
-        if best is None:
-            raise CheckpointError(
-                f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
-            )
-        try:
-            return Checkpoint(best)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; use {option} last, the newest that is good, or start `train` again, which goes on from it"
-            ) from error
-
-    def _empty(self) -> CheckpointError:
-        return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
-
-    def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState], best: bool) -> None:
-        """Write a checkpoint and make it the latest (and best), then remove those no longer kept.
-
-        Raises:
-            OSError: if it cannot be written; all there was before is untouched. ``states`` is exhausted even then,
-                since other ranks take part in making it.
-        """
-        name = _name(progress.update)
-        states = iter(states)
-        try:
-            if not self._holds(name, progress, scalars):
-                self._write(name, progress, scalars, states)
-            atomic_write_text(self.directory / "latest", name + "\n")
-            if best:
-                atomic_write_text(self.directory / "best", name + "\n")
-        finally:
-            for _ in states:
-                pass
-        self._prune(name)
-
-    def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
-        """Whether this very checkpoint is there and good. One that the run went back behind, because it was damaged,
-        or that another course of training left, is not.
-        """
-        if not (self.directory / name).is_dir():
-            return False
-        try:
-            found = Checkpoint(self.directory / name)
-        except CheckpointError:
-            return False
-        return found.progress == progress and found.scalars == scalars
-
-    def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Make an older checkpoint the newest, to go on from as ``progress`` says; later ones are removed.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
-        checkpoint.restate(progress)
-        for name in self.names():
-            if name > checkpoint.path.name:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-        atomic_write_text(self.directory / "latest", checkpoint.path.name + "\n")
-        if self.pointer("best") is None:
-            best = _name(progress.best_update)
-            if (self.directory / best).is_dir():
-                atomic_write_text(self.directory / "best", best + "\n")
-            else:
-                (self.directory / "best").unlink(missing_ok=True)
-
-    def save_average(self, paths: list[Path]) -> Path:
-        """Average the weights of checkpoints and store the result as ``average``."""
-        total: dict[str, Tensor] = {}
-        newest = Progress()
-        for path in paths:
-            checkpoint = Checkpoint(path)
-            newest = max(newest, checkpoint.progress, key=lambda progress: progress.update)
-            for name, weight in checkpoint.weights().items():
-                total[name] = total[name] + weight.double() if name in total else weight.double()
-        states = (ParameterState(name, (weight / len(paths)).float()) for name, weight in total.items())
-        self._write("average", newest, EngineScalars(), states)
-        return self.directory / "average"
-
-    def _write(self, name: str, progress: Progress, scalars: EngineScalars, states: Iterator[ParameterState]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = self.directory / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
-            for state in states:
-                weights.add(state.name, state.weight)
-                for which, moment in state.moments.items():
-                    moments.add(f"{state.name}.{which}", moment)
-            manifest: dict[str, Any] = {"format": _FORMAT, "weights": weights.close(), "moments": moments.close()}
-            _write_state(temporary / "state.json", progress, scalars)
-            manifest["files"] = {file.name: _record(file) for file in sorted(temporary.iterdir())}
-            atomic_write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
-            final = self.directory / name
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            sync_directory(self.directory)
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _prune(self, saved: str) -> None:
-        """Remove old checkpoints. Later ones than that just saved are damaged, and must not push out good ones; nor
-        may those within a streak of skipped updates push out the newest from before it, to which the run rolls back.
-        """
-        names = [name for name in self.names() if name <= saved]
-        best = self.pointer("best") if self._keep_best else None
-        kept = {best.name if best is not None else "", next(filter(self._before_skips, reversed(names)), "")}
-        for name in names[: -self._keep_last]:
-            if name not in kept:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-
-    def _before_skips(self, name: str) -> bool:
-        """Whether a checkpoint stands outside a streak of skipped updates. Weights and moments are not looked at."""
-        try:
-            return Checkpoint(self.directory / name, verify=False).progress.skipped == 0
-        except CheckpointError:
-            return False
-
-
-def _name(update: int) -> str:
-    return f"{_PREFIX}{update:07d}"
-
-
-def _write_state(file: Path, progress: Progress, scalars: EngineScalars) -> dict[str, Any]:
+def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> dict[str, Any]:
+    """Write a state file, and return its entry in the manifest."""
     content = {"progress": asdict(progress), "engine": asdict(scalars)}
     atomic_write_text(file, json.dumps(content, indent=1))
-    return _record(file)
+    return file_record(file)
 
 
-def _record(file: Path) -> dict[str, Any]:
+def file_record(file: Path) -> dict[str, Any]:
+    """Return a file's entry in the manifest: its size and hash."""
     return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-
-
-class _ShardWriter:
-    """Writes tensors into files of bounded size."""
-
-    def __init__(self, directory: Path, kind: str) -> None:
-        self._directory = directory
-        self._kind = kind
-        self._files: dict[str, list[str]] = {}
-        self._pending: dict[str, Tensor] = {}
-        self._bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self._pending[name] = tensor.contiguous()
-        self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes >= _SHARD_BYTES:
-            self._flush()
-
-    def close(self) -> dict[str, list[str]]:
-        """Finish, and tell which file holds which tensors."""
-        self._flush()
-        return self._files
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        name = f"{self._kind}-{len(self._files) + 1:05d}.safetensors"
-        save_file(self._pending, self._directory / name)
-        with (self._directory / name).open("rb+") as file:
-            os.fsync(file.fileno())
-        self._files[name] = list(self._pending)
-        self._pending, self._bytes = {}, 0

@@ -1,17 +1,19 @@
-"""Notices a decoder that turns into a language model and ignores its source.
+"""Detection of decoders that turn into language models and ignore their source.
 
-Such a model looks fine on the training loss. What gives it away: with the sources shuffled among the sentences its
-loss hardly rises. On a fixed slice of the validation set,
+The training loss of such a model looks normal, but its loss hardly rises if each sentence gets the source of another
+one. On a fixed slice of the validation set, the monitor measures
 
-    collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats)
+    collapse/source_reliance = NLL per target token with shuffled sources - NLL with the true ones    (nats),
 
-is near 0 for an unconditional language model, and well above 1 for a good translation model. ``collapse/nll`` is the
-NLL with the true sources; above ln V, what guessing costs, a model has collapsed in another way: it fits its training
-set with dropout on and predicts nothing with dropout off (deep post-norm decoders do that). Besides, for each decoder
-layer that has cross-attention, with a, c, f the outputs of its self-attention, cross-attention and
-feed-forward networks, averaged over target tokens,
+which is near 0 for an unconditional language model and well above 1 for a good translation model. ``collapse/nll`` is
+the NLL with the true sources. If it exceeds ln V, the NLL of guessing, a model has collapsed in another way: it fits
+its training set with dropout and predicts nothing without, as deep post-norm decoders do. For each decoder layer with
+cross-attention, the monitor also measures
 
-    collapse/cross_share/layer_NN = |c| / (|a| + |c| + |f|).
+    collapse/cross_share/layer_NN = |c| / (|a| + |c| + |f|)
+
+where |a|, |c| and |f| are the norms of the outputs of self-attention, cross-attention and feed-forward network,
+averaged over target tokens.
 
 Legend: B sentences, T target length.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -34,10 +36,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
-from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.loader import collate
-from deepspeed_nmt.data.plan import BatchConfig, cut_update
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation
@@ -48,7 +47,7 @@ RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
 
 
 class CollapseConfig(Config):
-    """How a decoder that ignores its source is noticed."""
+    """Detection of decoders that ignore their source."""
 
     every: int = Field(default=500, ge=0, description="updates between measurements; 0: never")
     sentences: int = Field(default=128, ge=2, description="size of the slice of the validation set")
@@ -61,50 +60,49 @@ class CollapseConfig(Config):
 
 
 class CollapseMonitor:
-    """Measures and judges.
+    """Measurement and judgement of source reliance.
 
     Args:
-        config: when, on how much, and what is too low.
-        grace: updates before the first judgement, when the configuration leaves it open.
-        corpus: the validation set.
+        config: settings.
+        grace: updates before the first judgement, used if the configuration leaves them open.
+        validation: validation set that the slice is taken from.
         replica: the model.
-        objective: of the run; its likelihood is what is measured.
-        vocabulary: of the corpus.
-        batch: bounds the size of a batch.
-        world: the ranks, which share the slice.
+        objective: objective of the run, whose likelihood is measured.
+        world: ranks that share the slice.
+        remedies: settings to try against a decoder that ignores its source, for the warning.
     """
 
     def __init__(
         self,
         config: CollapseConfig,
         grace: int,
-        corpus: Corpus,
+        validation: ValidationSet,
         replica: Replica,
         objective: Objective,
-        vocabulary: Vocabulary,
-        batch: BatchConfig,
         world: World,
+        remedies: Sequence[str] = (),
     ) -> None:
         self._config = config
+        self._remedies = remedies
         self._grace = config.grace or grace
-        self._corpus = corpus
+        self._validation = validation
         self._replica = replica
         self._objective = objective
-        self._vocabulary = vocabulary
         self._world = world
-        order = permutation(len(corpus), Purpose.COLLAPSE_SLICE)[: config.sentences]
+        order = permutation(len(validation), Purpose.COLLAPSE_SLICE)[: config.sentences]
         self._sentences = np.sort(order)
         # Each sentence gets the source of its neighbour on a random ring: never its own.
         self._other_source = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
-        longest = int(max(corpus.source_lengths.max(), corpus.target_lengths.max()))
-        self._limits = batch.model_copy(update={"micro_tokens": max(longest, batch.micro_tokens)})
 
     def due(self, update: int) -> bool:
-        """Whether to measure after ``update``."""
+        """Return True if a measurement follows ``update``."""
         return self._config.every > 0 and update % self._config.every == 0 and len(self._sentences) > 1
 
     def __call__(self, update: int) -> dict[str, float]:
-        """Measure after ``update``, by tag. All ranks call it together and get the same."""
+        """Measure after ``update`` and return values by tag.
+
+        All ranks call it together and get the same values.
+        """
         started = time.monotonic()
         with self._replica.at(update) as model:
             values = self._measure(model)
@@ -112,17 +110,14 @@ class CollapseMonitor:
         return values
 
     def _measure(self, model: TranslationModel) -> dict[str, float]:
-        corpus, vocabulary, ranks = self._corpus, self._vocabulary, self._world.ranks
-        groups = cut_update(self._sentences, corpus.source_lengths, corpus.target_lengths, ranks, self._limits)
         norms = _SublayerNorms(model)
         sums = {"true": 0.0, "shuffled": 0.0, "tokens": 0.0}
-        for group in groups[self._world.rank]:
-            true = collate(corpus, group, vocabulary)
-            with norms.of(true):
-                sums["true"] += self._nll(model, true)
-            others = np.array([self._other_source[int(index)] for index in group], dtype=np.int64)
-            sums["shuffled"] += self._nll(model, collate(corpus, group, vocabulary, source_indices=others))
-            sums["tokens"] += true.target_tokens
+        for batch in self._validation.batches(self._sentences):
+            with norms.of(batch):
+                sums["true"] += self._nll(model, batch)
+            sums["tokens"] += batch.target_tokens
+        for batch in self._validation.batches(self._sentences, self._other_source):
+            sums["shuffled"] += self._nll(model, batch)
         total = sum_over_ranks({**sums, **norms.sums}, self._world)
         nll, shuffled = (total[kind] / total["tokens"] for kind in ("true", "shuffled"))
         values = {RELIANCE: shuffled - nll, NLL: nll}
@@ -132,18 +127,22 @@ class CollapseMonitor:
         return values
 
     def judge(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
-        """Warn when the last measurements were all bad, and again after as many more; or stop, and again at once if
-        the run is started as it was.
+        """Judge a measurement.
+
+        With ``action=warn``, warn after ``patience`` bad measurements in a row, and again after as many more. With
+        ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is
+        resumed without a remedy stops at its next measurement.
 
         Args:
-            values: what was measured after ``update``.
+            update: number of the update before the measurement.
+            values: the measurement.
             bad: bad measurements in a row before this one.
 
         Returns:
-            Bad measurements in a row now, and why the run should stop, if that is the action asked for.
+            Bad measurements in a row including this one, and the reason to stop the run or "".
         """
         config = self._config
-        guessing = math.log(self._vocabulary.size)
+        guessing = math.log(self._validation.vocabulary.size)
         low, lost = values[RELIANCE] < config.threshold, values[NLL] > guessing
         if update <= self._grace or not (low or lost):
             return 0, ""
@@ -153,8 +152,8 @@ class CollapseMonitor:
         if lost:
             what = (
                 f"the decoder predicts worse than guessing. Its validation loss is {values[NLL]:.2f} nats a token "
-                f"(guessing costs {guessing:.2f}) after {bad} bad measurements in a row, whatever its "
-                "training loss says. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
+                f"(guessing: {guessing:.2f}) after {bad} bad measurements in a row, and its training loss does not "
+                "show it. Remedies: model.norm=pre, a lower optimizer.lr, a longer "
                 "schedule.warmup_updates, optimizer.clip_norm=1, or fewer model.decoder_layers"
             )
         else:
@@ -162,9 +161,7 @@ class CollapseMonitor:
                 "the decoder ignores its source. With the sources shuffled among the sentences, its loss rises by "
                 f"only {values[RELIANCE]:.3f} nats a token (collapse.threshold is {config.threshold:g}), in "
                 f"{bad} measurements in a row: it is turning into a language model, and its BLEU will "
-                "be near 0 however low its loss. Remedies: layer.name=cross_attention_drop with layer.drop_depth at "
-                "two fifths to two thirds of model.decoder_layers (or more than now), objective.ddr.weight=1, "
-                "objective.ald.weight=1, a lower optimizer.lr, a longer schedule.warmup_updates, or fewer "
+                f"be near 0 even if its loss is low. Remedies: {', '.join([*self._remedies, *_REMEDIES])}, or fewer "
                 "model.decoder_layers"
             )
         message = f"update {update}: {what}"
@@ -179,15 +176,16 @@ class CollapseMonitor:
             return float(self._objective(model, batch.to(self._world.device)).nll)
 
 
+_REMEDIES = ("a lower optimizer.lr", "a longer schedule.warmup_updates")
 _PARTS = ("self_attention", "cross_attention", "feed_forward")
 
 
 class _SublayerNorms:
-    """Sums the norms of the outputs of the decoder layers' parts, by "part/number of the layer".
+    """Sums of the norms of sub-layers' outputs, by "sub-layer/number of the layer".
 
     Attributes:
-        layers: numbers, from 1, of the decoder layers that have cross-attention.
-        sums: over all target tokens seen.
+        layers: numbers, from 1, of the decoder layers with cross-attention.
+        sums: sums of norms over all target tokens seen.
     """
 
     def __init__(self, model: TranslationModel) -> None:
@@ -197,13 +195,13 @@ class _SublayerNorms:
 
     @contextmanager
     def of(self, batch: Batch) -> Iterator[None]:
-        """Watch a run of the model on a batch."""
-        real_BT = batch.target_output_BT.ne(batch.pad)
+        """Add the norms of one forward pass over ``batch``."""
+        real_BT = batch.target_mask
         pending: dict[str, Tensor] = {}
 
         def watch(name: str) -> Callable[[Tensor], None]:
             def see(output: Tensor) -> None:
-                # A decoder that is shown a sentence's begin and end at once has one more position, in front.
+                # A decoder that reads begin and end of a sentence at once has one more position, in front.
                 norms_BT = output.float().norm(dim=2)[:, -real_BT.shape[1] :]
                 added = (norms_BT * real_BT.to(norms_BT.device)).sum()
                 pending[name] = pending[name] + added if name in pending else added

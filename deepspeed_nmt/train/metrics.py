@@ -1,12 +1,25 @@
-"""One `log()` for the console, ``metrics.jsonl`` and TensorBoard.
+"""Metrics of a run: one ``log()`` for the console, ``metrics.jsonl`` and TensorBoard.
 
-Tags: train/loss (smoothed, per target token), train/nll, train/ppl, train/grad_norm, train/lr, train/loss_scale,
-train/skipped and train/spikes (updates, since the run was last taken up), train/rollbacks (so far),
-train/target_tokens (so far), train/divergence and train/ald (the objective's terms, unweighted), valid/loss,
-valid/nll, valid/ppl, valid/bleu, collapse/source_reliance (nats per target token), collapse/nll,
-collapse/cross_share/layer_NN, collapse/seconds (that the measurement took), perf/target_tokens_per_s, perf/padding
-(share of positions), perf/data_wait (share of time), perf/memory (GiB, peak on this rank), perf/mfu (model FLOPs of
-real tokens, without recomputation, as a share of what the GPUs' tensor cores do at best in 16 bit; known GPUs only).
+Tags:
+
+- ``train/loss``: the objective, per target token (nats).
+- ``train/nll``, ``train/ppl``: negative log-likelihood per target token (nats), and its exponential.
+- ``train/divergence``, ``train/ald``, ...: further sums of the objective, unweighted, per target token.
+- ``train/grad_norm``: norm of the gradient before clipping.
+- ``train/lr``, ``train/loss_scale``: of the last update.
+- ``train/skipped``, ``train/spikes``: number of such updates since the last start.
+- ``train/rollbacks``, ``train/target_tokens``: numbers since the run began.
+- ``valid/loss``, ``valid/nll``, ``valid/ppl``: the same on the validation set.
+- ``valid/bleu``: BLEU of the validation set, translated by the run's search.
+- ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
+- ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
+- ``collapse/seconds``: duration of the measurement.
+- ``perf/target_tokens_per_s``: target tokens a second over all ranks.
+- ``perf/padding``: share of positions that are padding.
+- ``perf/data_wait``: share of time spent waiting for data.
+- ``perf/memory``: peak of this rank (GiB).
+- ``perf/mfu``: model FLOPs of real tokens, recomputation not counted, as a share of the GPUs' dense 16-bit peak; for
+  known GPUs.
 """
 
 from __future__ import annotations
@@ -39,13 +52,13 @@ _SHORT = {
 
 
 class Metrics:
-    """Writes a run's metrics; on ranks other than 0 it does nothing.
+    """Writer of a run's metrics; inactive on ranks other than 0.
 
     Args:
         run: the run directory.
-        active: whether this is rank 0.
-        update: updates made so far; later entries, left by a run that died, are dropped.
-        max_updates: for the progress bar.
+        active: True on rank 0.
+        update: number of updates made so far; later entries, of a run that died, are dropped.
+        max_updates: length of the progress bar.
     """
 
     def __init__(self, run: Path, active: bool, update: int, max_updates: int) -> None:
@@ -66,7 +79,13 @@ class Metrics:
         self._max_updates = max_updates
 
     def log(self, update: int, values: dict[str, float], note: str = "") -> None:
-        """Record values under their tags."""
+        """Log values.
+
+        Args:
+            update: number of the update.
+            values: by tag.
+            note: words for the console's line.
+        """
         if not self._active:
             return
         self._file.write(json.dumps({"update": update, **values}) + "\n")

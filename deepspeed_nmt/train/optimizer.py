@@ -1,4 +1,4 @@
-"""Adam and the learning-rate schedules, in updates."""
+"""Adam and learning-rate schedules, in updates."""
 
 from __future__ import annotations
 
@@ -18,25 +18,31 @@ class OptimizerConfig(Config):
     name: Literal["adam", "adamw"] = Field(default="adam", description="adamw: decoupled weight decay")
     lr: float = Field(default=7e-4, gt=0.0, description="peak learning rate")
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean")
-    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of its square's running mean")
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of the squared gradient's running mean")
     eps: float = Field(default=1e-9, gt=0.0, description="added to the denominator")
-    weight_decay: float = Field(default=0.0, ge=0.0, description="on matrices; biases and LayerNorms are left out")
-    clip_norm: float = Field(default=1.0, ge=0.0, description="gradients are scaled down to this norm; 0: never")
+    weight_decay: float = Field(
+        default=0.0, ge=0.0, description="weight decay of matrices; biases and LayerNorms are exempt"
+    )
+    clip_norm: float = Field(
+        default=1.0, ge=0.0, description="largest norm of the gradient, which is scaled down to it; 0: no clipping"
+    )
 
 
 class ScheduleConfig(Config):
-    """How the learning rate goes over the updates: linearly up to ``optimizer.lr``, then down."""
+    """Learning-rate schedule: a linear warm-up to ``optimizer.lr``, then a decay."""
 
     name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
         default="inverse_sqrt", description="shape after the warm-up"
     )
     warmup_updates: int = Field(default=4000, ge=0, description="updates of linear warm-up")
-    initial_lr: float = Field(default=1e-7, ge=0.0, description="where the warm-up starts")
-    final_lr: float = Field(default=0.0, ge=0.0, description="where cosine and linear end, at training.max_updates")
+    initial_lr: float = Field(default=1e-7, ge=0.0, description="learning rate at the start of the warm-up")
+    final_lr: float = Field(
+        default=0.0, ge=0.0, description="learning rate of cosine and linear at training.max_updates"
+    )
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Adam over the trainable parameters; torch's fused kernels."""
+    """Build Adam over the trainable parameters of a module, with torch's fused kernels."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": trainable, "weight_decay": 0.0}]
     if config.weight_decay > 0.0:
@@ -49,7 +55,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
 
 
 def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates: int) -> float:
-    """Learning rate of an update, counted from 1.
+    """Return the learning rate of an update.
 
     - warm-up:       initial + (peak - initial) u / W
     - inverse_sqrt:  peak sqrt(W / u)
@@ -57,6 +63,12 @@ def learning_rate(update: int, peak: float, config: ScheduleConfig, max_updates:
     - linear:        final + (peak - final) (U - u) / (U - W)
 
     with u the update, W ``warmup_updates``, U ``max_updates``.
+
+    Args:
+        update: u, from 1.
+        peak: learning rate at the end of the warm-up.
+        config: the schedule.
+        max_updates: U.
     """
     warmup = config.warmup_updates
     if update <= warmup:

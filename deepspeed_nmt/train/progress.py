@@ -1,4 +1,4 @@
-"""Where a run stands."""
+"""Progress of a run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """Progress of a run, as a checkpoint records it.
 
     Attributes:
-        update: updates made.
-        epoch, epoch_update: position in the data: the next update to make.
-        target_tokens: seen so far.
-        train_seconds: spent in updates, over all restarts.
+        update: number of updates made.
+        epoch: epoch of the next update, from 0.
+        epoch_update: index of the next update in its epoch, from 0.
+        target_tokens: target tokens seen so far.
+        train_seconds: seconds spent in updates, over all restarts.
         best_score: best validation score so far, greater is better; None before the first validation.
-        best_update: when it was reached.
-        validations_since_best: for early stopping.
-        skipped: updates in a row, up to this one, that were skipped.
-        rollbacks: how often the run was rolled back.
-        retries: how often since it last got past the update where it failed.
-        failed_at: that update; 0 before the first rollback.
-        bad_measurements: of the collapse monitor, in a row.
+        best_update: update of that score.
+        validations_since_best: number of validations since then, for early stopping.
+        skipped: number of consecutive skipped updates up to this one.
+        rollbacks: number of rollbacks so far.
+        retries: number of rollbacks since the run last passed ``failed_at``.
+        failed_at: update at which the run failed last; 0 before the first rollback.
+        bad_measurements: number of consecutive bad measurements of the collapse monitor.
     """
 
     update: int = 0

@@ -1,4 +1,4 @@
-"""The model whole, on every rank: what is judged is never the engine's own, perhaps sharded, module."""
+"""Unsharded copy of the model on every rank, for validation: the engine's own module may be sharded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deepspeed_nmt.engine.base import Engine
 
 
 class Replica:
-    """A copy of the model that no engine has sharded, in eval mode. It is on the engine's device only while in use.
+    """Unsharded copy of the model in eval mode; it is on the engine's device only while it is in use.
 
     Args:
         model: the copy; its weights are overwritten.
-        engine: whose weights are copied.
+        engine: source of the weights.
     """
 
     def __init__(self, model: TranslationModel, engine: Engine) -> None:
@@ -26,7 +26,10 @@ class Replica:
 
     @contextmanager
     def at(self, update: int) -> Iterator[TranslationModel]:
-        """The model after ``update``, the engine's newest. All ranks ask together; asking again gathers nothing."""
+        """Yield the model after ``update``, the engine's newest; weights are gathered once for each update.
+
+        All ranks call it together.
+        """
         if self._update != update:
             own = dict(self._model.named_parameters())
             with torch.no_grad():

@@ -1,5 +1,6 @@
-"""Asking a run to stop: Ctrl-C, SIGTERM (preemption) and SIGUSR1 (a time limit is near). Imports nothing heavy: a run
-listens before it loads anything.
+"""Stop requests: Ctrl-C, SIGTERM (preemption) and SIGUSR1 (a time limit is near).
+
+This module imports nothing heavy, so that signal handlers are installed before anything is loaded.
 """
 
 from __future__ import annotations
@@ -13,30 +14,32 @@ from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ONE_REQUEST_S = 2.0
-"""Signals within this time are one request: a launcher passes Ctrl-C on as SIGTERM at once."""
-
+"""Signals within this time count as one request: a launcher forwards Ctrl-C as SIGTERM at once."""
 
 STOP_FILE = "DEEPSPEED_NMT_STOP"
-"""Environment variable: a file that asks a run to stop as soon as it exists. Unlike a signal it reaches a process
-that has hardly begun, and one whose launcher would die of the signal; the scripts in launch/ use it.
+"""Environment variable with the path of a file whose existence requests a stop.
+
+Unlike a signal it reaches a process that has just started, and one whose launcher would die of the signal. The
+scripts in launch/ use it.
 """
 
 
-def tell_done() -> None:
-    """Leave a file ``done`` beside STOP_FILE: DeepSpeed's launcher, if killed, looks like one that succeeded."""
+def mark_done() -> None:
+    """Create a file ``done`` beside STOP_FILE, because DeepSpeed's launcher returns success even if it is killed."""
     if path := os.environ.get(STOP_FILE, ""):
         with suppress(OSError):
             Path(path).with_name("done").touch()
 
 
 class StopRequest:
-    """Notes that somebody wants the run to stop, so that the loop can finish its update and save: by a signal, by
-    STOP_FILE, or because the launcher that started this rank is gone. A second signal exits at once; checkpoints are
-    written in one step, so the last good one stays intact.
+    """A request to stop, after which the loop finishes its update and saves.
+
+    Its source is a signal, STOP_FILE, or the loss of the launcher that started this rank. A second signal exits at
+    once; checkpoints are written atomically, so the last good one stays intact.
 
     Attributes:
-        signal_name: by what; empty as long as nobody does.
-        agreed: whether all ranks have agreed to.
+        signal_name: source of the request; empty without one.
+        agreed: True once all ranks have agreed to stop.
     """
 
     def __init__(self) -> None:
@@ -48,13 +51,13 @@ class StopRequest:
         self._launcher = os.getppid() if "RANK" in os.environ else 0
 
     def __bool__(self) -> bool:
-        # A signal may come at any moment here; what it has written is never written over with nothing.
+        # A signal may arrive at any moment here; its name must not be overwritten.
         if not self.signal_name and (other := self._without_a_signal()):
             self.signal_name = other
         return bool(self.signal_name)
 
     def agree(self) -> None:
-        """All ranks stop now, because of this rank's request or of another's."""
+        """Record that all ranks stop now, by this rank's request or another's."""
         self.agreed = True
         if not self:
             self.signal_name = "a request to another rank"
@@ -75,8 +78,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.agreed:
-            # The same request may come again, by another way, while the process is ending; then Python no longer
-            # listens, and unheard it would kill.
+            # The same request may arrive again while the process ends. Python's handlers are gone then, and the
+            # signal's default action would kill the process.
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             return
         for number, handler in self._previous.items():
@@ -88,5 +91,5 @@ class StopRequest:
             os._exit(128 + number)
         if not self.signal_name:
             self.signal_name, self._since = signal.Signals(number).name, now
-            if number == signal.SIGINT:  # Somebody is watching. A logger may be busy just now.
-                os.write(2, b"finishing this update, then saving; once more, and it stops at once\n")
+            if number == signal.SIGINT:  # A user is watching. A logger may hold its lock at this moment.
+                os.write(2, b"finishing this update, then saving; interrupt again to stop at once\n")

@@ -1,11 +1,11 @@
-"""What happens to a run whose gradients stop being finite, or whose loss jumps.
+"""Gradients that are not finite, and loss spikes.
 
-A skipped update is named, with the losses and the layers that are not finite. After ``training.max_skipped`` of them
-in a row the run goes back to its newest checkpoint from before, and on with the data after them. When that does not
-help it, it stops and says why. A jump of the loss is only named.
+A skipped update is logged with the losses and the layers that are not finite. After ``training.max_skipped``
+consecutive ones the run is rolled back: it continues from its newest checkpoint from before them, with the data after
+them. If rollbacks do not help, the run stops with an explanation. A loss spike is only logged.
 
-Update numbers, and with them the learning rate, are those of the checkpoint; only the position in the data is the one
-where the run failed. That is written into the checkpoint, so going on from it is resuming, now or later.
+After a rollback, update numbers and learning rates are those of the checkpoint; the position in the data is the one
+where the run failed. The checkpoint records both, so continuing from it is an ordinary resume.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.errors import CheckpointError, TrainingError
-from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
 
 _SEARCH_SKIPS = 5
-"""So many skips in a row are normal while fp16 looks for its loss scale."""
+"""Consecutive skips that are normal while fp16 searches its loss scale."""
 _NAMED_LAYERS = 4
 _SPIKE_WINDOW, _SPIKE_HISTORY = 100, 10
 
@@ -43,11 +43,16 @@ _ON_A_NEW_RUN = (
     "Start in a new --run directory, from the beginning or from the weights of another run (--init-from), with a "
     "lower optimizer.lr, a longer schedule.warmup_updates, optimizer.clip_norm, or model.norm=pre"
 )
-_WITH_A_DISK = "See to it that the run directory can be written to, and start again"
+_WITH_A_DISK = "Make the run directory writable, and start again"
 
 
 def worth_explaining(skipped: int, loss_scale: float) -> bool:
-    """Whether an update after so many skipped ones in a row should look for culprits if it is skipped, too."""
+    """Return True if the next update, if it is skipped, should name the layers without a finite gradient.
+
+    Args:
+        skipped: number of consecutive skipped updates before it.
+        loss_scale: of the last update.
+    """
     return skipped >= (1 if loss_scale == 1.0 else _SEARCH_SKIPS)
 
 
@@ -55,8 +60,11 @@ def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
     Args:
-        in_a_row: skipped updates up to this one.
-        parameters: all of the model's. Culprits are named from the last on, as the backward pass reaches them.
+        update: the update.
+        result: its result.
+        in_a_row: number of consecutive skipped updates up to this one.
+        parameters: names of all parameters. Culprits are listed from the last, as the backward pass reaches them.
+        world: the ranks.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -76,30 +84,33 @@ def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters:
 
 
 def layers_of(parameters: Sequence[str]) -> list[str]:
-    """The layers of some parameters (or what else holds them), each once, in the order they are first met."""
+    """Return the layers (or other modules) of some parameters, each once, in order of first occurrence."""
     return list(dict.fromkeys(re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", name) for name in parameters))
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
-    """An update's sums over all ranks. All call it together."""
+    """Return an update's sums over all ranks. All ranks call it together."""
     return sum_over_data_ranks({name: float(value) for name, value in sums.items()}, world)
 
 
 def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollbacks: int, world: World) -> None:
-    """Make the newest checkpoint from before the skipped updates the one to go on from, with the data after them.
+    """Roll back to the newest checkpoint from before the skipped updates, with the data after them.
 
     All ranks call it together.
 
     Args:
+        store: the run's checkpoints.
         progress: after the last skipped update.
-        cause: of its being skipped.
+        cause: of the skip.
+        max_rollbacks: number of rollbacks without passing this update.
+        world: the ranks.
 
     Raises:
-        TrainingError: if there is no such checkpoint, or it was done too often without getting past this place.
+        TrainingError: if there is no such checkpoint, or ``max_rollbacks`` is reached.
     """
     problem, remedies = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else None, world)
     if problem:
-        with together(world):
+        with fail_together(world):
             raise TrainingError(
                 f"{progress.skipped} updates in a row, up to update {progress.update}, had no finite gradient "
                 f"({cause}), and {problem}: the training has diverged. {remedies}"
@@ -107,7 +118,7 @@ def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollba
 
 
 def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -> tuple[str, str]:
-    """What there is against it, if it could not be done, and what helps."""
+    """Roll back on rank 0, and return the problem and its remedies; both are empty on success."""
     if progress.retries >= max_rollbacks:
         done = f"{progress.retries} rollback{'' if progress.retries == 1 else 's'} did not help ("
         limit = f"training.max_rollbacks is {max_rollbacks}"
@@ -146,13 +157,13 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -
 
 
 class SpikeWatch:
-    """Notices an update whose loss is far above that of the last ones.
+    """Detector of updates whose loss is far above that of the updates before.
 
     Args:
-        factor: times their median that is too much; 0: never.
+        factor: multiple of their median that counts as a spike; 0 disables detection.
 
     Attributes:
-        count: spikes seen.
+        count: number of spikes so far.
     """
 
     def __init__(self, factor: float) -> None:
@@ -161,7 +172,7 @@ class SpikeWatch:
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
 
     def __call__(self, update: Update, result: UpdateResult, world: World) -> None:
-        """Look at an update, and warn. All ranks call it together."""
+        """Check an update, and warn of a spike. All ranks call it together."""
         if self._factor == 0.0 or result.skipped:
             return
         loss = sum_of_losses(result.sums, world)["loss"] / update.target_tokens

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# WMT 2014 English to German, as the deep-decoder and depth-growing papers have it: some 4.5 million pairs.
+# WMT 2014 English to German: about 4.5 million pairs, as in "Depth Growing for Neural Machine Translation" (Wu et al.
+# 2019) and "What Works and Doesn't Work, A Deep Decoder for Neural Machine Translation" (anonymous ACL submission).
 #
 #   launch/data/wmt14_ende.sh [--out DIR] [--from DIR] [--vocab-size N] [--threads N]
 #
-#   --out DIR        everything goes there: archives/ raw/ text/ data/ [data/wmt14_ende]
-#   --from DIR       take archives that are there already, under their published names; nothing is fetched
+#   --out DIR        directory of the results: archives/ raw/ text/ data/ [data/wmt14_ende]
+#   --from DIR       directory with all archives under their published names; nothing is fetched
 #   --vocab-size N   tokens of the joint vocabulary [40,000]
-#   --threads N      processes [all cores]
+#   --threads N      number of processes [all cores]
 #
 # Train: Europarl v7, Common Crawl, News Commentary v9. Valid: newstest2012 and 2013. Test: newstest2014.
 #
-# Started again it goes on where it stopped. text/ is tokenised by Moses' rules, so train on data/ and compare
-# with `deepspeed-nmt score --tokenised`. Needs sacremoses: pip install sacremoses.
+# Started again, it resumes. text/ is tokenised as Moses does it: train on data/, and score with
+# `deepspeed-nmt score --tokenised`. Requires sacremoses (pip install sacremoses).
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 case "${1:-}" in -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;; esac
 use_venv
-exec python3 "$ROOT/launch/data/road.py" wmt14_ende "$@"
+exec python3 "$ROOT/launch/data/pipeline.py" wmt14_ende "$@"

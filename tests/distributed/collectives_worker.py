@@ -6,7 +6,7 @@ import torch
 
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
-from deepspeed_nmt.parallel.agreement import together
+from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import (
     all_reduce_in_buckets,
     any_rank,
@@ -21,7 +21,7 @@ from deepspeed_nmt.parallel.world import World, join_world, leave_world
 def fail(who: set[int], error: Exception, status: int, world: World) -> None:
     """Some ranks fail, and all stop with the same status."""
     try:
-        with together(world):
+        with fail_together(world):
             if world.rank in who:
                 raise error
     except ReportedError as reported:
@@ -50,7 +50,7 @@ def main() -> None:
     assert tensors[0].eq(ranks * (ranks - 1) / 2).all() and tensors[1].eq(ranks).all()
     assert float(tensors[2]) == ranks * (ranks - 1) / 2
     setup_logging(rank)
-    with together(world):
+    with fail_together(world):
         pass
     fail({0}, ConfigError("only rank 0"), 2, world)
     fail({ranks - 1}, OSError("only the last rank"), 1, world)

@@ -16,11 +16,13 @@ import torch
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
-from deepspeed_nmt.engine import EngineConfig, build_engine
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
@@ -54,7 +56,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     settings = EngineConfig(
         name="plain" if kind == "plain" else "deepspeed", ds_config=kind, precision=precision or "fp32", device="cpu"
     )
-    engine = build_engine(settings, module, optimizer, 1.0, world, dummy)
+    engine = build_engine(resolve_engine(settings, 1.0, world), module, optimizer, world, dummy)
     loader = TrainLoader(
         corpus, BatchConfig(update_tokens=200, micro_tokens=200), 1, world.data_rank, world.data_ranks, V
     )

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
-from deepspeed_nmt.engine import EngineConfig, build_engine
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.config import EngineConfig
+from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.kernels import cross_entropy, torch_ops
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -55,7 +57,9 @@ def training(directory: Path, world: World) -> dict[str, Any]:
     corpus = Corpus(directory, "train")
     dummy = collate(corpus, torch.empty(0, dtype=torch.int64).numpy(), V)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.0)
-    engine = build_engine(EngineConfig(name="plain", device="cpu"), module, optimizer, 0.5, world, dummy)
+    engine = build_engine(
+        resolve_engine(EngineConfig(name="plain", device="cpu"), 0.5, world), module, optimizer, world, dummy
+    )
     # What dropout dropped: inside a sliced sub-layer, of its half of the inner units, and between sub-layers.
     drawn: dict[str, list[bool]] = {"inside": [], "between": []}
     mask_of = torch_ops._mask

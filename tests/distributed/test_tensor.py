@@ -67,6 +67,6 @@ def test_what_cannot_be_divided_is_refused(changes: dict[str, int], ranks: int, 
         parallelize(model, world(ranks))
 
 
-def test_a_layer_without_a_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 has no plan for being sliced"):
+def test_a_layer_that_cannot_be_sliced_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this model's 0 cannot be sliced"):
         parallelize(nn.Sequential(nn.Linear(4, 4)), world(2))

@@ -1,13 +1,11 @@
-"""Where kernels are tested: on the GPU if there is one, else on the CPU, Triton's by its interpreter."""
+"""Kernels are tested on the GPU if there is one, else on the CPU, Triton's by its interpreter."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from deepspeed_nmt.kernels import attention, dispatch
+from deepspeed_nmt.kernels.choice import ENVIRONMENT
 
 
 @pytest.fixture
@@ -17,10 +15,6 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _automatic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test starts and leaves with nothing chosen."""
-    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
-    dispatch.use("auto")
-    yield
-    dispatch.use("auto")
-    attention.use("auto")
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts with nothing chosen by the environment."""
+    monkeypatch.delenv(ENVIRONMENT, raising=False)

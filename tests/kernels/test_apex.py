@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_nmt.kernels import apex_ops, torch_ops
 
 
-def rows_a_block(keys: int) -> int:
+def rows_per_block(keys: int) -> int:
     """As apex's headers compute it: 128 threads a block, a warp or a part of one for each row, or two short ones."""
     width = 1
     while width < keys:
@@ -27,12 +27,12 @@ def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
 
     def masked(scores: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        assert scores.shape[2] > 1 and scores.shape[2] % rows_a_block(scores.shape[3]) == 0
+        assert scores.shape[2] > 1 and scores.shape[2] % rows_per_block(scores.shape[3]) == 0
         assert hidden.dtype == torch.uint8 and hidden.shape == (scores.shape[0], 1, *scores.shape[2:])
         return torch.softmax((scores * scale).masked_fill(hidden.bool(), -10000.0), -1)
 
     def causal(scores: Tensor, scale: float) -> Tensor:
-        assert scores.shape[0] % rows_a_block(scores.shape[2]) == 0
+        assert scores.shape[0] % rows_per_block(scores.shape[2]) == 0
         assert scores.dim() == 3 and scores.shape[1] == scores.shape[2]
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
         return torch.softmax((scores * scale).masked_fill(~seen, -10000.0), -1)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.kernels import attention as module
-from deepspeed_nmt.kernels.attention import attention, attention_with_weights
+from deepspeed_nmt.kernels.attention import AttentionChoice, attention_with_weights
+from deepspeed_nmt.kernels.choice import Kernels
 
-WAYS: list[module.Choice] = ["sdpa", "fused", "auto"]
+WAYS: list[AttentionChoice] = ["sdpa", "fused", "auto"]
 
 
 def transcription(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -28,7 +28,7 @@ def transcription(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: 
 
 @pytest.mark.parametrize("masked", ["none", "padding", "causal", "per query", "blind"])
 @pytest.mark.parametrize("way", WAYS)
-def test_equals_the_formula(way: module.Choice, masked: str, device: torch.device) -> None:
+def test_equals_the_formula(way: AttentionChoice, masked: str, device: torch.device) -> None:
     torch.manual_seed(1)
     keys = 6 if masked == "causal" else 9
     q, k, v = (torch.randn(2, 3, n, 8, device=device, requires_grad=True) for n in (6, keys, keys))
@@ -41,8 +41,7 @@ def test_equals_the_formula(way: module.Choice, masked: str, device: torch.devic
     elif masked == "per query":
         mask = torch.rand(2, 1, 6, keys, device=device) < 0.7
         mask[..., 0] = True
-    module.use(way)
-    ours = attention(q, k, v, mask, masked == "causal")
+    ours = Kernels(attention=way).attention(q, k, v, mask, masked == "causal")
     expected = transcription(q, k, v, mask, masked == "causal")
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(ours)
@@ -58,17 +57,16 @@ def test_equals_the_formula(way: module.Choice, masked: str, device: torch.devic
 def test_weights_are_given_before_dropout(device: torch.device) -> None:
     torch.manual_seed(2)
     q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in range(3))
-    out, weights = attention_with_weights(q, k, v, dropout_p=0.5)
+    out, weights = attention_with_weights(q, k, v, None, False, 0.5, softmax=Kernels().softmax)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 5, device=device))
     assert not torch.allclose(out, weights @ v)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_dropout_keeps_the_mean(way: module.Choice, device: torch.device) -> None:
+def test_dropout_keeps_the_mean(way: AttentionChoice, device: torch.device) -> None:
     torch.manual_seed(3)
-    module.use(way)
     q, k = torch.zeros(64, 8, 32, 4, device=device), torch.zeros(64, 8, 32, 4, device=device)
-    out = attention(q, k, torch.ones_like(k), dropout_p=0.3)
+    out = Kernels(attention=way).attention(q, k, torch.ones_like(k), dropout_p=0.3)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.01)
     assert float(out.std()) == pytest.approx((0.3 / 0.7 / 32) ** 0.5, rel=0.05)
 
@@ -82,18 +80,18 @@ def test_auto_takes_sdpa_where_it_has_a_kernel_that_holds_no_weights(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: taken.append("sdpa") or real(*a, **k)
     )
     q = torch.randn(1, 2, 5, 16, device=device)
-    attention(q, q, q, causal=True)
+    kernels = Kernels()
+    kernels.attention(q, q, q, causal=True)
     assert taken == ["sdpa"]
     if device.type == "cpu":
-        attention(q, q, q, causal=True, dropout_p=0.1)
+        kernels.attention(q, q, q, causal=True, dropout_p=0.1)
         assert taken == ["sdpa"], "on a CPU it is three steps with slow masks"
     cuda = torch.backends.cuda
     for name in ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention"):
         monkeypatch.setattr(cuda, name, lambda *arguments: False)
     monkeypatch.setattr(cuda, "SDPAParams", lambda *arguments: arguments)
     pretended = mock.Mock(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 5, 3), requires_grad=True)
-    assert not module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0)
+    assert not kernels._takes_sdpa(pretended, pretended, pretended, None, False, 0.0)
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda *arguments: True)
-    assert not module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0), "asked once"
-    module.use("auto")
-    assert module._sdpa_serves(pretended, pretended, pretended, None, False, 0.0)
+    assert not kernels._takes_sdpa(pretended, pretended, pretended, None, False, 0.0), "asked once"
+    assert Kernels()._takes_sdpa(pretended, pretended, pretended, None, False, 0.0)

@@ -7,29 +7,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import ParameterState
-from deepspeed_nmt.kernels import attention, dispatch
+from deepspeed_nmt.kernels.backends import is_installed
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import VOCABULARY, build, train, write_corpus
+from deepspeed_nmt.selftest.models import VOCABULARY, build, train, write_corpus
 
 pytest.importorskip("triton", reason="needs triton")
 UPDATES = 3
 
 
 def curve(
-    directory: Path, device: torch.device, method: str, kernels: str, how: attention.Choice, **options: float
+    directory: Path, device: torch.device, method: str, kernels: Kernels, **options: float
 ) -> tuple[list[float], list[ParameterState]]:
     """Losses and weights of a few small updates; the interpreter pays for every row of logits.
 
-    Options: dropout, recompute for recomputation of every so manieth layer, and the number of updates.
+    Options: dropout, recompute for recomputation of every k-th layer, and the number of updates.
     """
-    dispatch.use(kernels)
-    attention.use(how)
     world = World(0, 1, 0, device)
-    engine = build(method, "plain", world, directory, dropout=options.get("dropout", 0.0))
+    engine = build(method, "plain", world, directory, dropout=options.get("dropout", 0.0), kernels=kernels)
     engine.module.model.recompute(*[int(options.get("recompute", 0))] * 2)
     batches = BatchConfig(update_tokens=30, micro_tokens=64)
     loader = TrainLoader(Corpus(directory, "train"), batches, 5, 0, 1, VOCABULARY)
@@ -46,20 +45,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("method", ["deep_decoder", "growing"])
 def test_every_backend_gives_the_same_losses_and_weights(corpus: Path, device: torch.device, method: str) -> None:
-    expected, weights = curve(corpus, device, method, "torch", "sdpa")
-    backends = ["triton", *(["apex"] if dispatch.is_installed("softmax", "apex") else [])]
-    for kernels in ["torch", *backends]:
-        losses, found = curve(corpus, device, method, kernels, "fused")
-        assert losses == pytest.approx(expected, abs=1e-5, rel=0), kernels
-        assert kernels in dispatch.choices(device, torch.float32).values()
+    expected, weights = curve(corpus, device, method, Kernels("torch", "sdpa"))
+    backends = ["triton", *(["apex"] if is_installed("softmax", "apex") else [])]
+    for backend in ["torch", *backends]:
+        kernels = Kernels(backend, "fused")
+        losses, found = curve(corpus, device, method, kernels)
+        assert losses == pytest.approx(expected, abs=1e-5, rel=0), backend
+        assert backend in kernels.choices(device, torch.float32).values()
         for one, other in zip(found, weights, strict=True):
             torch.testing.assert_close(one.weight, other.weight, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_recomputation_draws_the_same_masks(corpus: Path, device: torch.device, kernels: str) -> None:
-    kept = curve(corpus, device, "vanilla", kernels, "fused", dropout=0.1, updates=1)
-    recomputed = curve(corpus, device, "vanilla", kernels, "fused", dropout=0.1, updates=1, recompute=1)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_recomputation_draws_the_same_masks(corpus: Path, device: torch.device, backend: str) -> None:
+    kernels = Kernels(backend, "fused")
+    kept = curve(corpus, device, "vanilla", kernels, dropout=0.1, updates=1)
+    recomputed = curve(corpus, device, "vanilla", kernels, dropout=0.1, updates=1, recompute=1)
     assert kept[0] == recomputed[0]
     for one, other in zip(kept[1], recomputed[1], strict=True):
         assert torch.equal(one.weight, other.weight), one.name

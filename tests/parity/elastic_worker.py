@@ -13,9 +13,10 @@ from pathlib import Path
 
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.parity import build, loader_of, train
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.selftest.models import build, loader_of, train
+from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """One rank of a world that trains a small model under several engines, one after the other.
 
-Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/parity.py). $TENSOR_RANKS ranks
-share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some updates, and
-the same for a run that was probed, stopped half-way, probed again and restored.
+Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
+ranks share a model. The output is JSON: for each engine the losses, gradient norms and all weights after some
+updates, and the same for a run that was probed, stopped half-way, probed again and restored.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed.utils.nvtx
+
 from deepspeed_nmt.data.loader import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
-from deepspeed_nmt.parity import Saved, build, loader_of, train
+from deepspeed_nmt.selftest.models import Saved, build, loader_of, train
 
 UPDATES = 20
 STOPPED, RESUMED = 4, 8
 
 
 def main() -> None:
+    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on marks for a profiler
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     loader = loader_of(directory, world)

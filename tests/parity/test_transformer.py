@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.attention import MultiHeadAttention
+from tests.support import batch_of
 
 PAD = 0
 
@@ -168,5 +168,5 @@ def test_forward_is_encode_then_decode() -> None:
     config = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0)
     model = build_transformer(config, Vocabulary(20))
     source, target = _tokens([4, 2], 20), _tokens([3, 5], 20)
-    batch = Batch(source, target, target, torch.arange(2), target_tokens=8, source_tokens=6, pad=PAD)
+    batch = batch_of(source, target, target, pad=PAD)
     torch.testing.assert_close(model(batch), model.decode(target, model.encode(source))[0])

@@ -126,7 +126,7 @@ def test_a_job_with_a_task_that_no_longer_moves_goes_on(
     (stopped,) = (int(pid) for pid in found.stdout.split() if b"SLURM_PROCID=1\0" in environment_of(pid))
     os.kill(stopped, signal.SIGSTOP)
     made.completes(restarts=1, whole=whole)
-    assert "rank 1 is gone or stopped: no sign of life for 6 s" in made.said()
+    assert "rank 1 is gone or stopped: no heartbeat for 6 s" in made.said()
     assert "ended with status 137" in made.said(), "the highest of 70 and that of the task that was killed"
 
 

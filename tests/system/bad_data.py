@@ -15,8 +15,8 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.data.batching import epoch_updates
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.plan import plan_epoch
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 
 UPDATE_TOKENS = 600
@@ -28,7 +28,7 @@ def bad_loss(data: Path, updates: set[int]) -> object:
     updates of the first epoch is NaN.
     """
     corpus = Corpus(data, "train")
-    plan = plan_epoch(corpus.source_lengths, corpus.target_lengths, 1, 0, UPDATE_TOKENS)
+    plan = epoch_updates(corpus.source_lengths, corpus.target_lengths, 1, 0, UPDATE_TOKENS)
     assert len(plan) > max(updates) + 1
     bad = [set(plan[update].tolist()) for update in updates]
 
@@ -39,7 +39,7 @@ def bad_loss(data: Path, updates: set[int]) -> object:
         ids = set(batch.sentence_ids_B.tolist())
         if not model.training or not any(ids <= sentences for sentences in bad):
             return output
-        return LossOutput(output.loss * torch.nan, output.nll, output.terms)
+        return LossOutput(output.loss * torch.nan, output.nll, output.metrics)
 
     return call
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.sample import write_sample
+from deepspeed_nmt.sample.corpus import write_sample
 
 
 @pytest.fixture(scope="session")

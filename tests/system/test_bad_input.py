@@ -15,7 +15,7 @@ import torch
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.runs import RunLock
+from deepspeed_nmt.run.lock import RunLock
 from deepspeed_nmt.train import checkpoint
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import run_ranks
@@ -68,7 +68,7 @@ def test_data_changed_since_the_run_began(
     error = refused(train_words(other, run, *small), capsys)
     assert "but it has changed; restore it, or start a new run" in error
     error = refused(train_words(data, run, *small, "model.ffn_dim=128"), capsys)
-    assert "error: model.ffn_dim must stay 64 while" in error and "start a new run instead" in error
+    assert "error: model.ffn_dim must stay 64 once" in error and "start a new run instead" in error
 
 
 def test_of_several_ranks_one_says_why_all_stop(data: Path, tmp_path: Path, small: list[str]) -> None:
@@ -129,11 +129,11 @@ def test_a_full_disk_is_survived_until_the_end(
     assert main(train_words(data, run, *small)) == 0
     error = capsys.readouterr().err
     assert "the checkpoint of update 8 could not be written" in error and "No space left on device" in error
-    assert "last good one is of update 4" in error and "training goes on" in error
+    assert "last good one is of update 4" in error and "training continues" in error
     assert sorted(p.name for p in (run / "checkpoints").glob("update-*"))[-1] == "update-0000012"
     monkeypatch.setattr(checkpoint, "save_file", lambda *_: _raise())
     error = refused(train_words(data, run, *small, "training.max_updates=14"), capsys, status=1)
-    assert error.count("the checkpoint of update 14 could not be written") == 1 and "training goes on" not in error
+    assert error.count("the checkpoint of update 14 could not be written") == 1 and "training continues" not in error
     assert Checkpoint(run / "checkpoints" / "update-0000012").resumable
 
 
@@ -205,7 +205,7 @@ def test_a_job_that_slurm_queued_again_waits_for_the_lock_of_a_lost_host(
         if len(asleep) == 2:
             lock.release()
 
-    monkeypatch.setattr("deepspeed_nmt.runs.time.sleep", sleep)
+    monkeypatch.setattr("deepspeed_nmt.run.lock.time.sleep", sleep)
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
     assert asleep[:2] == [10.0, 10.0]
     said = capsys.readouterr().err
@@ -279,7 +279,7 @@ def test_a_translation_replaces_the_output_only_when_complete(
         patch.setattr("deepspeed_nmt.search.translate.translate_lines", interrupted)
         assert refused([*words, str(text)], capsys, status=130)
     assert text.read_text(encoding="utf-8") == before and not list(tmp_path.glob(".text*"))
-    assert "there is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)
+    assert "which is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)
     # The input itself may be the output.
     assert main([*words, str(text)]) == 0
     assert len(text.read_text(encoding="utf-8").split("\n")) == len(before.split("\n"))

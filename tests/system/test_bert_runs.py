@@ -91,9 +91,9 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     if recipe.startswith("abnet"):
         assert main([*words, "--exit", "top"]) == 0
         assert main([*words, "--run", str(run)]) == 2
-        assert "guesses masked tokens; give it alone" in capsys.readouterr().err
+        assert "predicts masked tokens; give it alone" in capsys.readouterr().err
         assert main([*words, "--nbest", "7"]) == 2
-        assert "raise the length beam to 7" in capsys.readouterr().err
+        assert "raise length_beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
     assert main([*words, *wrong]) == 2
     assert f"{wrong[0]} is no option of search.name=" in capsys.readouterr().err
@@ -184,10 +184,10 @@ def test_of_a_line_too_long_for_the_bert_the_beginning_is_translated(
     assert len(output.read_text(encoding="utf-8").splitlines()) == 3
 
 
-def test_a_model_without_a_plan_for_slices_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sliced_is_refused(prepared: Path, berts: list[Path], tmp_path: Path) -> None:
     words = train("abnet_serial", prepared, tmp_path / "run", berts, "engine.name=plain", "engine.tensor_parallel=2")
     outputs = run_ranks(["-m", "deepspeed_nmt", *words], 2, tmp_path, timeout=60, status=2)
-    assert "this model's length has no plan for being sliced" in "".join(outputs)
+    assert "this model's length cannot be sliced" in "".join(outputs)
 
 
 def test_a_fine_tuned_run_is_the_same_network(
@@ -198,7 +198,7 @@ def test_a_fine_tuned_run_is_the_same_network(
     capsys.readouterr()
     onto = ["--init-from", str(first)]
     assert main([*train("bert_parallel_frozen", prepared, tmp_path / "tuned", berts, *last), *onto]) == 0
-    assert "trained as another network" not in capsys.readouterr().err
+    assert "trained in a different network" not in capsys.readouterr().err
     lines = (data.parent / "text/train.de").read_text(encoding="utf-8").splitlines()
     deeper = make_bert(tmp_path / "deeper", lines, 1, 350, layers=4)
     shutil.copy(berts[1] / "vocab.txt", deeper)  # learning it again may give another order

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.data.sample import write_sample
+from deepspeed_nmt.sample.corpus import write_sample
 from tests.support import ROOT, run_ranks
 
 SETTINGS = [
@@ -81,7 +81,7 @@ def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(words) == 1
     error = capsys.readouterr().err
     assert "stopped: update 15: the decoder ignores its source" in error
-    assert "The run is saved as it is after update 15" in error
+    assert "The run was saved after update 15" in error
     assert (tmp_path / "run" / "checkpoints" / "update-0000015" / "manifest.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""The road to the papers' data, on small archives of the same layout."""
+"""Pipelines of the papers' data, on small archives of the same layout."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LINES = 60
 
 
 @pytest.fixture(scope="module")
-def road() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("road", ROOT / "launch/data/road.py")
+def pipeline() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pipeline", ROOT / "launch/data/pipeline.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["road"] = module
+    sys.modules["pipeline"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -57,9 +57,9 @@ def content(member: str, language: str) -> bytes:
     return gzip.compress(text.encode()) if member.endswith(".gz") else text.encode()
 
 
-def write_archives(road: ModuleType, task: str, directory: Path) -> None:
+def write_archives(pipeline: ModuleType, task: str, directory: Path) -> None:
     directory.mkdir()
-    plan = road.TASKS[task]
+    plan = pipeline.TASKS[task]
     members: dict[str, dict[str, bytes]] = {}
     for part in [*plan.train, *plan.valid, *plan.test]:
         for side, language in enumerate((plan.source, plan.target)):
@@ -84,12 +84,12 @@ def lines(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("task", ["wmt14_ende", "wmt14_enfr", "wmt16_ende", "wmt18_ende", "iwslt14_deen"])
-def test_from_archives_to_a_data_directory(road: ModuleType, task: str, tmp_path: Path) -> None:
-    write_archives(road, task, tmp_path / "archives")
+def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_path: Path) -> None:
+    write_archives(pipeline, task, tmp_path / "archives")
     words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out")]
     done = go(task, *words)
     assert done.returncode == 0, done.stderr
-    plan, text = road.TASKS[task], tmp_path / "out" / "text"
+    plan, text = pipeline.TASKS[task], tmp_path / "out" / "text"
     sizes = {split: len(lines(text / f"{split}.{plan.source}")) for split in ("train", "valid", "test")}
     for split, size in sizes.items():
         assert len(lines(text / f"{split}.{plan.target}")) == size
@@ -114,33 +114,34 @@ def test_from_archives_to_a_data_directory(road: ModuleType, task: str, tmp_path
     assert (tmp_path / "out/data/meta.json").is_file()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     again = go(task, *words)
-    assert again.returncode == 0 and "is there already" in again.stderr
+    assert again.returncode == 0 and "exists already" in again.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_what_is_missing_or_damaged_is_named(road: ModuleType, tmp_path: Path) -> None:
+def test_what_is_missing_or_damaged_is_named(pipeline: ModuleType, tmp_path: Path) -> None:
     archives = tmp_path / "archives"
     words = ["--from", str(archives), "--out", str(tmp_path / "out")]
     done = go("wmt16_ende", *words)
-    assert done.returncode == 2 and "--from must be a directory with" in done.stderr and "is none" in done.stderr
+    assert done.returncode == 2 and "--from must be a directory with" in done.stderr, done.stderr
+    assert f"but {archives} is not a directory" in done.stderr
     done = go("wmt16_ende", "--outt", "x")
     assert done.returncode == 2 and "usage: launch/data/wmt16_ende.sh [--out DIR]" in done.stderr
     archives.mkdir()
     done = go("wmt16_ende", *words)
     assert done.returncode == 2
-    assert "must hold training-parallel-europarl-v7.tgz" in done.stderr and "but lacks" in done.stderr
+    assert "--from must contain training-parallel-europarl-v7.tgz" in done.stderr and " lacks " in done.stderr
     archives.rmdir()
-    write_archives(road, "iwslt14_deen", archives)
+    write_archives(pipeline, "iwslt14_deen", archives)
     assert go("iwslt14_deen", *words).returncode == 0
     archive = archives / "de-en.tgz"
     archive.write_bytes(archive.read_bytes()[:-20])
     done = go("iwslt14_deen", *words)
     assert done.returncode == 2 and "must have the SHA-256" in done.stderr and "remove it" in done.stderr
-    write_archives(road, "iwslt14_deen", tmp_path / "others")
+    write_archives(pipeline, "iwslt14_deen", tmp_path / "others")
     with tarfile.open(tmp_path / "others/de-en.tgz", "w:gz"):
         pass
     done = go("iwslt14_deen", "--from", str(tmp_path / "others"), "--out", str(tmp_path / "elsewhere"))
-    assert done.returncode == 2 and "must hold de-en/train.tags.de-en.de, but does not" in done.stderr
+    assert done.returncode == 2 and "must contain de-en/train.tags.de-en.de, but does not" in done.stderr
 
 
 class Half(BaseHTTPRequestHandler):
@@ -175,28 +176,28 @@ def address() -> Iterator[str]:
     thread.join()
 
 
-def test_a_download_goes_on_where_it_broke_off(road: ModuleType, address: str, tmp_path: Path) -> None:
+def test_a_download_goes_on_where_it_broke_off(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
     path = tmp_path / "file.tgz"
-    with pytest.raises(OSError, match="start again to go on"):
-        road._fetch(f"{address}/file.tgz", path)
+    with pytest.raises(OSError, match="start again to resume"):
+        pipeline._fetch(f"{address}/file.tgz", path)
     assert not path.exists() and (tmp_path / "file.tgz.part").stat().st_size == len(Half.body) // 2
-    road._fetch(f"{address}/file.tgz", path)
+    pipeline._fetch(f"{address}/file.tgz", path)
     assert path.read_bytes() == Half.body
     notes = tmp_path / "SHA256SUMS"
     digest = hashlib.sha256(Half.body).hexdigest()
-    road._verify(path, published=digest, ours=False, notes=notes)
+    pipeline._verify(path, published=digest, given=False, checksums=notes)
     with pytest.raises(ValueError, match="must have the SHA-256 00"):
-        road._verify(path, published="00", ours=False, notes=tmp_path / "others")
+        pipeline._verify(path, published="00", given=False, checksums=tmp_path / "others")
 
 
 def test_a_part_that_is_whole_is_the_file_and_one_too_long_is_removed(
-    road: ModuleType, address: str, tmp_path: Path
+    pipeline: ModuleType, address: str, tmp_path: Path
 ) -> None:
     path, part = tmp_path / "file.tgz", tmp_path / "file.tgz.part"
     part.write_bytes(Half.body)
-    road._fetch(f"{address}/file.tgz", path)
+    pipeline._fetch(f"{address}/file.tgz", path)
     assert path.read_bytes() == Half.body
     part.write_bytes(Half.body + b"!")
-    with pytest.raises(OSError, match="was no part of"):
-        road._fetch(f"{address}/file.tgz", path)
+    with pytest.raises(OSError, match="was not a part of"):
+        pipeline._fetch(f"{address}/file.tgz", path)
     assert not part.exists()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.commands import training
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.run import trainer
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, run_ranks
 from tests.system.bad_data import bad_loss
@@ -133,7 +133,7 @@ def test_killed_between_rollback_and_next_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.gc, "collect", killed)
+        patch.setattr(trainer.gc, "collect", killed)
         assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 130
     assert newest(tmp_path / "run").progress.update == 4
     assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 0
@@ -186,7 +186,7 @@ def test_too_little_memory_stops_with_advice(
 
     monkeypatch.setattr(PlainEngine, "_backward", full)
     assert main(words(data, tmp_path / "run", *small, "training.probe=always")) == 1
-    assert "stopped: the largest micro-batch that can come must fit into RAM" in capsys.readouterr().err
+    assert "stopped: the largest expected micro-batch must fit into RAM" in capsys.readouterr().err
     assert main(words(data, tmp_path / "run", *small, "training.probe=never")) == 1
     error = capsys.readouterr().err
     assert "stopped: update 1 must fit into RAM, but memory ran out with" in error

@@ -89,13 +89,13 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
         assert main(words(where, tmp_path / "run", *small, *more)) == 2
         return capsys.readouterr().err
 
-    assert "this model has frozen parts that were trained before; give their run by --grow-from" in refused(*GROW)
+    assert "this model has frozen parts, which need trained weights; give their run with" in refused(*GROW)
     grow = ["--grow-from", str(bottom)]
     assert "--grow-from needs a model that grows" in refused(*grow)
     error = refused(*GROW, *grow, "model.dim=16")
     assert f"the bottom must be that of {bottom}, but model.dim is 32 there and 16 here; make" in error
     error = refused("--init-from", str(bottom), "model.encoder_layers=1")
-    assert "is only there" in error
+    assert "is unexpected" in error
     other, text = tmp_path / "other", data.parent / "text"
     sides = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
     files = [str(text / name) for name in ("train.en", "train.de", "valid.en", "valid.de")]
@@ -157,7 +157,7 @@ def test_weights_of_another_walk_are_taken_with_a_warning(
     assert main(words(data, tmp_path / "run", *small, "--init-from", str(other), "training.max_updates=1")) == 0
     error = capsys.readouterr().err
     assert "model.encoder_loops is 2 there and unset here and model.name is recurrent there" in error
-    assert "were trained as another network" in error and "dropout" not in error
+    assert "were trained in a different network" in error and "dropout" not in error
 
 
 def test_a_run_goes_on_with_the_origin_it_has(
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_the_origin_it_has(
     assert (
         f"began with --init-from {bottom.resolve()} --from-checkpoint best, but now" in error and str(other) in error
     )
-    assert "leave --init-from out to go on" in error
+    assert "leave --init-from out to resume" in error
     assert "but now --init-from is" in refused(*start, "--from-checkpoint", "last")
     assert "but now --grow-from is" in refused("--grow-from", str(bottom))
     assert "has begun without it" in refused(*start, where=words(data, other, *small))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.programs import Program
 from tests.support import assert_same, free_port, rank_environment, run_ranks
 
 RANKS = 2
@@ -44,9 +42,7 @@ class Run:
         processes = []
         for rank, log in enumerate(logs):
             environment = rank_environment(rank, RANKS, port, self._scratch)
-            with log.open("wb") as stream:
-                command = [sys.executable, *self.command, "training.max_updates=100000"]
-                processes.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
+            processes.append(Program([*self.command, "training.max_updates=100000"], environment, log))
         try:
             deadline = time.monotonic() + 60
             while max(self.updates(), default=0) <= before or (during_save and not self.saving()):
@@ -57,7 +53,7 @@ class Run:
             time.sleep(delay)
         finally:
             for process in processes:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
             for process in processes:
                 process.wait()
 

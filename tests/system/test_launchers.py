@@ -23,7 +23,7 @@ def test_torchrun_as_in_the_readme(data: Path, small: list[str], tmp_path: Path)
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]

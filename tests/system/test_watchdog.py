@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.errors import EXIT_RANK_LOST
+from tests.programs import Program
 from tests.support import ROOT, free_port, rank_environment, run_ranks
 
 RANKS = 3
-Start = Callable[..., list[subprocess.Popen[bytes]]]
+WORKER = str(ROOT / "tests/system/troubled_worker.py")
+Start = Callable[..., list[Program]]
 
 
 @pytest.fixture
 def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
     """A function that starts the ranks of a run without end."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Program] = []
 
-    def begin(*settings: str, trouble: str = "-1:0:none") -> list[subprocess.Popen[bytes]]:
+    def begin(*settings: str, trouble: str = "-1:0:none") -> list[Program]:
         port = free_port()
         words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(tmp_path / "run"), *small]
         words += ["engine.name=plain", "training.max_updates=100000", "training.validate_every=100000"]
@@ -37,16 +37,13 @@ def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
         ]
         for rank in range(RANKS):
             environment = {**rank_environment(rank, RANKS, port, tmp_path), "TROUBLE": trouble}
-            with (tmp_path / f"rank{rank}.log").open("wb") as log:
-                command = [sys.executable, str(ROOT / "tests/system/troubled_worker.py"), *words]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            processes.append(Program([WORKER, *words], environment, tmp_path / f"rank{rank}.log"))
         return processes
 
     yield begin
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def saved(tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ def said(tmp_path: Path, rank: int) -> str:
     return (tmp_path / f"rank{rank}.log").read_text()
 
 
-def ends(processes: list[subprocess.Popen[bytes]], within: float) -> list[int]:
+def ends(processes: list[Program], within: float) -> list[int]:
     deadline = time.monotonic() + within
     return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
 
@@ -73,9 +70,9 @@ def test_a_rank_that_is_gone_or_stopped_is_named(start: Start, tmp_path: Path, n
     saved(tmp_path)
     processes[1].send_signal(number)
     assert ends([processes[0], processes[2]], 20) == [EXIT_RANK_LOST] * 2
-    pattern = r"rank 1 is gone or stopped: no sign of life for 3 s; it was last in .*update \d+.* on "
+    pattern = r"rank 1 is gone or stopped: no heartbeat for 3 s; it was last in .*update \d+.* on "
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
-    assert "start the same command again to go on from the last checkpoint" in said(tmp_path, 0)
+    assert "start the same command again to resume from the last checkpoint" in said(tmp_path, 0)
     assert re.search(pattern, (tmp_path / "run/logs/rank-2.log").read_text())
 
 
@@ -84,14 +81,14 @@ def test_where_rank_0_is_stopped_the_others_find_out(start: Start, tmp_path: Pat
     saved(tmp_path)
     processes[0].send_signal(signal.SIGSTOP)
     assert ends(processes[1:], 30) == [EXIT_RANK_LOST] * 2
-    assert "rank 0, with which all ranks talk, is gone or stopped" in (tmp_path / "run/logs/rank-1.log").read_text()
+    assert "rank 0, which hosts the TCP store, is gone or stopped" in (tmp_path / "run/logs/rank-1.log").read_text()
 
 
 def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path: Path) -> None:
     processes = start("engine.stuck_s=4", trouble="2:7:hang")
     assert ends(processes, 60) == [EXIT_RANK_LOST] * RANKS
     pattern = (
-        r"rank 2 is stuck in update 7, micro-batch 1 of \d+, which takes longer than it may "
+        r"rank 2 is stuck in update 7, micro-batch 1 of \d+, which exceeds its time limit "
         r"\(rank 2 on \S+ in deepspeed_nmt/engine/\w+\.py:\d+\)"
     )
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
@@ -133,9 +130,7 @@ def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(
     words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small]
     words += ["engine.name=plain", "training.save_every=3", "training.validate_every=100", "validation.bleu=false"]
     environment = {**rank_environment(0, 1, free_port(), tmp_path), "TROUBLE": "0:5:hang"}
-    with (tmp_path / "rank0.log").open("wb") as log:
-        command = [sys.executable, str(ROOT / "tests/system/troubled_worker.py"), *words, "collapse.every=0"]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    process = Program([WORKER, *words, "collapse.every=0"], environment, tmp_path / "rank0.log")
     try:
         saved(tmp_path)
         process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
 
 def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
     """Fail where it was asked for."""
-    if os.environ["RANK"] == rank and batch.update == int(update) and kind != "linger":
+    if os.environ["RANK"] == rank and batch.update.number == int(update) and kind != "linger":
         if kind == "hang":
             time.sleep(600)
         raise ValueError("a tensor is not what it should be")

@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.abnet import LENGTH, AbNet, masked_positions
-from deepspeed_nmt.methods.bert import BertShape
+from deepspeed_nmt.methods.bert.config import BertShape
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
+from tests.support import batch_of
 from tests.unit.test_bert import batch, folders, loaded, tokenizer, transformers  # noqa: F401
 
 V = Vocabulary(40, pad=0, bos=2, eos=3, unk=1, mask=4, own_source=Vocabulary(30, pad=0, bos=2, eos=3, unk=1, mask=4))
@@ -35,8 +36,7 @@ def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
     sides = [[torch.cat([begin, w, end]) for w in words], [torch.cat([begin, w]) for w in words]]
     sides.append([torch.cat([w, end]) for w in words])
     source, target_input, output = (torch.nn.utils.rnn.pad_sequence(side, True, 0) for side in sides)
-    tokens = sum(lengths) + rows
-    return Batch(source, target_input, output, torch.arange(rows), tokens, tokens + rows, 0, seed, update)
+    return batch_of(source, target_input, output, seed=seed, update=update)
 
 
 def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> None:
@@ -54,8 +54,8 @@ def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> 
     part = replace(data, target_output_BT=data.target_output_BT[rows, :9], sentence_ids_B=data.sentence_ids_B[rows])
     whole_rows = lengths[rows] < 9
     assert torch.equal(masked_positions(part, V)[whole_rows], masked[rows, :9][whole_rows])
-    assert not torch.equal(masked_positions(replace(data, update=2), V), masked)
-    assert not torch.equal(masked_positions(replace(data, seed=2), V), masked)
+    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, number=2)), V), masked)
+    assert not torch.equal(masked_positions(replace(data, update=replace(data.update, seed=2)), V), masked)
 
 
 @BOTH
@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_the_masked_tokens_and_of_the_length(recipe: str) ->
     length = F.cross_entropy(model.lengths(memory), lengths) * data.target_tokens
     torch.testing.assert_close(found.loss, 2 * expected + 0.3 * length)
     torch.testing.assert_close(found.nll, 2 * nll)
-    torch.testing.assert_close(found.terms[LENGTH], length)
+    torch.testing.assert_close(found.metrics[LENGTH], length)
     found.loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
@@ -167,7 +167,8 @@ class Oracle:
 
 def test_the_doubtful_tokens_are_guessed_again() -> None:
     oracle = Oracle()
-    search = MaskPredict(oracle, 2, 3, 0, MaskPredictConfig(iterations=3, length_beam=2))
+    search = MaskPredict(MaskPredictConfig(iterations=3, length_beam=2), oracle, V)
+    assert search.config.width == 2
     ((best, second),) = search.search(torch.tensor([[5, 3]]))
     # Neither no tokens at all, nor more than the model reads.
     assert {len(best.tokens), len(second.tokens)} == {6, 4}
@@ -177,16 +178,14 @@ def test_the_doubtful_tokens_are_guessed_again() -> None:
     assert again.eq(4).sum(1).tolist() == [4, 2] and third.eq(4).sum(1).tolist() == [2, 1]
     assert again.tolist()[0] == [2, 11, 30, 4, 4, 4, 4, 3]
     assert best.score >= second.score and best.score == pytest.approx(best.log_prob / len(best.tokens))
-    once = MaskPredict(Oracle(), 2, 3, 0, MaskPredictConfig(iterations=1, length_beam=1)).search(
-        torch.tensor([[5, 3]])
-    )
+    once = MaskPredict(MaskPredictConfig(iterations=1, length_beam=1), Oracle(), V).search(torch.tensor([[5, 3]]))
     assert once[0][0].tokens == [11, 30, 30, 30, 30, 30]
 
 
 @BOTH
 def test_a_sentence_is_translated_alike_in_any_company(recipe: str) -> None:
     model, data = small(recipe), pairs(6, 9)
-    search = MaskPredict(model, 2, 3, 0, MaskPredictConfig(iterations=4, length_beam=3))
+    search = MaskPredict(MaskPredictConfig(iterations=4, length_beam=3), model, V)
     together = search.search(data.source_BS)
     for row, found in enumerate(together):
         length = int(data.source_BS[row].ne(0).sum())

@@ -10,18 +10,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.methods import build_transformer
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Hypothesis, _log_sum_exp, _top
+from deepspeed_nmt.search import SEARCHES, Hypothesis
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, _log_sum_exp, _top
 from deepspeed_nmt.search.length_penalty import LengthPenalty
+from tests.support import batch_of
 
 PAD, BOS, EOS = 0, 1, 2
 SEEDS = [1, 2, 3]
@@ -53,7 +52,7 @@ def padded(rows: list[list[int]]) -> Tensor:
 
 
 def beam_search(model: TranslationModel, **settings: object) -> BeamSearch:
-    return BeamSearch(model, BOS, EOS, PAD, BeamConfig.model_validate(settings))
+    return BeamSearch(BeamConfig.model_validate(settings), model, Vocabulary(model.vocab_size))
 
 
 def log_probs(model: TranslationModel, source: list[int], prefix: list[int]) -> Tensor:
@@ -279,15 +278,7 @@ def test_training_goes_on_after_a_search() -> None:
     beam_search(model, beam=2).search(rows)
     model.train()
     targets = torch.tensor([[5, 6, EOS], [7, 8, EOS]])
-    batch = Batch(
-        source_BS=rows,
-        target_input_BT=torch.tensor([[BOS, 5, 6], [BOS, 7, 8]]),
-        target_output_BT=targets,
-        sentence_ids_B=torch.arange(2),
-        target_tokens=6,
-        source_tokens=8,
-        pad=PAD,
-    )
+    batch = batch_of(rows, torch.tensor([[BOS, 5, 6], [BOS, 7, 8]]), targets)
     Objective(LabelSmoothed(0.1, PAD))(model, batch).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(AssertionError, match=r"model\.eval"):
@@ -323,4 +314,4 @@ def test_settings_are_checked() -> None:
         BeamConfig(length_penalty="gmnt:0.6")
     with pytest.raises(ValidationError, match="beam"):
         BeamConfig(beam=0)
-    assert isinstance(SEARCHES["beam"].build(transformer(1), BOS, EOS, PAD, SEARCHES["beam"].config()), BeamSearch)
+    assert isinstance(SEARCHES["beam"].build(SEARCHES["beam"].config(), transformer(1), Vocabulary(24)), BeamSearch)

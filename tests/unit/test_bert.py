@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
-from deepspeed_nmt.runs import build_model, build_objective
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.berts import make_bert, transformers
+from tests.support import batch_of
 
 ENGLISH = ["the old house stands by the river", "a dog runs to the house", "the river is wide and old"] * 5
 GERMAN = ["das alte haus steht am fluss", "ein hund läuft zum haus", "der fluss ist breit und alt"] * 5
@@ -68,8 +69,7 @@ def batch(tokenizer: BertTokenizer) -> Batch:
     rows = [torch.tensor(each) for each in sources], [torch.tensor([v.bos, *each]) for each in targets]
     outputs = [torch.tensor([*each, v.eos]) for each in targets]
     padded = [torch.nn.utils.rnn.pad_sequence(each, True, v.pad) for each in (*rows, outputs)]
-    lengths = sum(len(each) for each in outputs), sum(len(each) for each in rows[0])
-    return Batch(*padded, torch.tensor([7, 11]), *lengths, v.pad, 1, 1)
+    return batch_of(*padded, ids=[7, 11], pad=v.pad)
 
 
 def test_the_encoder_is_transformers_bert(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
@@ -284,11 +284,14 @@ def small(model: Any) -> Any:
         (["bert_parallel", "layer.name=cross_attention_drop"], "makes layers of a Transformer"),
         (
             ["bert_parallel", "objective.multi_softmax.exits=all", "objective.label_smoothed=null"],
-            "trained at its top",
+            "model.name=bert has only the one at its top to train",
         ),
-        (["", "model.name=bert", "search.name=mask_predict"], "model.name=bert is decoded by search.name=beam"),
-        (["", "search.name=mask_predict"], "decodes model.name=abnet alone"),
-        (["bert_scratch_transformer", "model.freeze=[encoder]"], "with pretrained=false they are random"),
+        (
+            ["", "model.name=bert", "search.name=mask_predict"],
+            "bert predicts from left to right; use search.name=beam",
+        ),
+        (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
+        (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze must be [] if pretrained is false"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
         (
             ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],
@@ -297,7 +300,7 @@ def small(model: Any) -> Any:
         (["abnet_serial", "objective.ddr.weight=1"], "guesses masked tokens; set objective.ddr to null"),
         (
             ["transformer_base", "objective.masked_tokens.smoothing=0.1", "objective.label_smoothed=null"],
-            "abnet alone",
+            "trains models that guess masked tokens, but model.name=transformer predicts from left to right",
         ),
     ],
 )
@@ -344,5 +347,5 @@ def test_beam_search_never_predicts_a_mask(folders: tuple[Path, Path], tokenizer
     v = tokenizer.vocabulary
     source = torch.tensor([[*tokenizer.encode("das alte haus"), v.source.eos]])
     for each in (model, model.at_exit("3-4")):
-        for hypothesis in BeamSearch(each, v.bos, v.eos, v.pad, BeamConfig(beam=3)).search(source)[0]:
+        for hypothesis in BeamSearch(BeamConfig(beam=3), each, v).search(source)[0]:
             assert v.mask not in hypothesis.tokens

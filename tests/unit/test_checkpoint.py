@@ -13,8 +13,9 @@ import torch
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.train import checkpoint as module
-from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointStore
+from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
 
 
 def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:
@@ -84,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
 def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
     save(store, 1)
     (store.directory / "update-0000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints .* can be trusted \(update-0000001\)"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged \(update-0000001\)"):
         store.newest()
 
 
@@ -121,7 +122,7 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
     average = store.open("average")
     assert average.path == path and not average.resumable
     assert torch.equal(average.weight("a"), torch.full((2, 3), 3.0))
-    assert newest(store).progress.update == 6, "an average is not where training goes on"
+    assert newest(store).progress.update == 6, "an average is not where training continues"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.plan import BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -45,11 +46,9 @@ def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
     return CollapseMonitor(
         CollapseConfig.model_validate({"sentences": 25, **settings}),
         100,
-        corpus,
+        ValidationSet(corpus, vocabulary, BatchConfig(micro_tokens=200), 0, 1),
         _Fixed(model),
         Objective(LabelSmoothed(0.1, 0)),
-        vocabulary,
-        BatchConfig(micro_tokens=200),
         World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu")),
     )
 
@@ -83,7 +82,7 @@ def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
     assert judge(600, low, 2) == (3, "")
     assert judge(700, lost, 3) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
-    assert "(guessing costs 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
+    assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
 def test_it_can_stop(tmp_path: Path) -> None:

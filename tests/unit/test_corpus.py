@@ -79,7 +79,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     _write(tmp_path, [([4, 5], [5]), ([6, 7], [8])], 10)
     tokens = tmp_path / "train.source.uint16.bin"
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"must hold the 4 tokens .* but holds 3"):
+    with pytest.raises(DataError, match=r"must hold 4 tokens .* but holds 3"):
         Corpus(tmp_path, "train")
     tokens.write_bytes(tokens.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"whole number of 2-byte numbers, but has 5 bytes"):

@@ -27,6 +27,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, LayerParts
 from deepspeed_nmt.parallel.world import World
+from tests.support import batch_of
 
 V = Vocabulary(40)
 
@@ -47,7 +48,7 @@ def batch(update: int = 1, seed: int = 5) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0], [15, 2, 0, 0, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0], [23, 24, 2, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0], [1, 23, 24, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4, 1]), 9, 12, 0, seed, update, 0, 9, 3)
+    return batch_of(source, inputs, output, ids=[30, 4, 1], seed=seed, update=update)
 
 
 def log_p(module: Transformer, states_BTD: Tensor) -> Tensor:
@@ -70,9 +71,9 @@ def test_each_layer_is_skipped_as_often_as_its_rate_says_and_runs_its_other_subl
 
     with_cross = layer.eval()(x, Context(memory_BSD=memory))
     layer.train()
-    attended = layer.self_attention(*[layer.self_residual.open(x)] * 2, causal=True)
-    state = layer.self_residual.close(x, attended)
-    without = layer.feed_forward_residual.close(state, layer.feed_forward(layer.feed_forward_residual.open(state)))
+    attended = layer.self_attention(*[layer.self_residual.pre_norm(x)] * 2, causal=True)
+    state = layer.self_residual.add(x, attended)
+    without = layer.feed_forward_residual.add(state, layer.feed_forward(layer.feed_forward_residual.pre_norm(state)))
     kinds = []
     for update in range(4000):
         result = run(update)
@@ -126,18 +127,18 @@ def test_neutral_settings_are_vanilla_to_the_bit() -> None:
     vanilla = build_transformer(config, V).double()
     neutral = model(CrossAttentionDropConfig(drop_depth=4, drop_ratio=0.0), dropout=0.1)
     likelihood = LabelSmoothed(0.1, V.pad)
-    terms = [
+    regularizers = [
         Consistency(ConsistencyConfig(weight=0.0), encode_twice=False),
         ALD(ALDConfig(weight=0.0), V),
         Consistency(ConsistencyConfig(weight=1.0, every=2), encode_twice=True),  # not in update 1
     ]
     results = []
-    for module, objective in ((vanilla, Objective(likelihood)), (neutral, Objective(likelihood, terms))):
+    for module, objective in ((vanilla, Objective(likelihood)), (neutral, Objective(likelihood, regularizers))):
         torch.manual_seed(8)
         module.train()
         output = objective(module, batch(update=1))
         output.loss.backward()
-        results.append((output.loss, output.terms, [p.grad for p in module.parameters()]))
+        results.append((output.loss, output.metrics, [p.grad for p in module.parameters()]))
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] == {}
     for one, other in zip(results[0][2], results[1][2], strict=True):
         assert torch.equal(one, other)
@@ -190,7 +191,7 @@ def test_consistency_is_the_papers_formula(encode_twice: bool) -> None:
     kl = 0.5 * ((p * (first - second)).sum(2) + (q * (second - first)).sum(2))[real].sum()
     loss = 0.5 * (nll[0] + nll[1]) + 1.7 * kl
     torch.testing.assert_close(output.loss, loss, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(output.terms["divergence"], kl, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(output.metrics["divergence"], kl, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(output.nll, 0.5 * (nll[0] + nll[1]), rtol=1e-10, atol=1e-10)
     for one, other in zip(ours, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
         torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-8, atol=1e-10)
@@ -246,7 +247,7 @@ def test_what_is_masked_follows_the_sentence_wherever_it_stands() -> None:
     )
     for one, other in zip(term.mask(data), term.mask(turned), strict=True):
         assert torch.equal(one, other.flip(0)[:, :6])
-    assert not torch.equal(term.mask(data)[1], term.mask(replace(data, update=7))[1])
+    assert not torch.equal(term.mask(data)[1], term.mask(replace(data, update=replace(data.update, number=7)))[1])
 
 
 def test_contrast_is_infonce_with_two_candidates() -> None:
@@ -281,17 +282,17 @@ def test_ald_is_averaged_over_the_updates_sentences() -> None:
     mean = contrastive_loss(*(sentence_states(x, real) for x in states), 0.1).mean()
     nll = -log_p(module, states[0]).gather(2, data.target_output_BT.unsqueeze(2)).squeeze(2)[real].mean()
     torch.testing.assert_close(output.loss / 9, nll + weight * mean, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(output.terms["ald"] / 9, mean, rtol=1e-9, atol=1e-9)
-    assert not output.terms["ald"].requires_grad
+    torch.testing.assert_close(output.metrics["ald"] / 9, mean, rtol=1e-9, atol=1e-9)
+    assert not output.metrics["ald"].requires_grad
 
 
 def test_terms_run_in_every_so_manieth_update_and_share_one_decoder_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = model().train(), []
     decode = module.decode
     monkeypatch.setattr(module, "decode", lambda t, *rest: (calls.append(t.shape[0]), decode(t, *rest))[1])
-    terms = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(every=3), V)]
-    objective = Objective(LabelSmoothed(0.1, 0), terms)
-    reported = [set(objective(module, batch(update)).terms) for update in (1, 2, 3)]
+    regularizers = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(every=3), V)]
+    objective = Objective(LabelSmoothed(0.1, 0), regularizers)
+    reported = [set(objective(module, batch(update)).metrics) for update in (1, 2, 3)]
     assert calls == [6, 6, 12]
     assert reported == [{"divergence"}, {"divergence"}, {"divergence", "ald"}]
 

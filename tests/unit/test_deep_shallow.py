@@ -14,7 +14,6 @@ from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig, me
 from deepspeed_nmt.search.ensemble import Ensemble
 
 V = Vocabulary(20)
-SPECIALS = (V.bos, V.eos, V.pad)
 SOURCE = torch.tensor([[7, 8, 9, 10, 2], [12, 13, 2, 0, 0], [5, 6, 7, 2, 0]])
 
 
@@ -49,7 +48,7 @@ def test_mean_log_probs_are_those_of_one_sentence_at_a_time(monkeypatch: pytest.
     monkeypatch.setattr("deepspeed_nmt.search.deep_shallow._LOGITS_AT_ONCE", 200)
     model = plain(1)
     candidates = [[(4, 5, 6), ()], [(9,)], [(4,), (5, 5), (6, 7, 8, 9)]]
-    found = mean_log_probs(model, SOURCE, True, candidates, *SPECIALS)
+    found = mean_log_probs(model, V, SOURCE, True, candidates)
     for row, each in enumerate(candidates):
         expected = [log_prob(model, row, list(tokens)) / (len(tokens) + 1) for tokens in each]
         assert found[row] == pytest.approx(expected, rel=1e-5)
@@ -60,9 +59,9 @@ def test_the_best_of_the_union_wins_by_the_papers_total(alpha: float) -> None:
     model = grown()
     deep, shallow = model, model.at_exit("shallow")
     config = DeepShallowConfig(beam=3, alpha=alpha, max_length_ratio=1.0, max_length_extra=3)
-    found = DeepShallow(model, *SPECIALS, config).search(SOURCE)
+    found = DeepShallow(config, model, V).search(SOURCE)
     beams = [
-        BeamSearch(net, *SPECIALS, BeamConfig(beam=3, max_length_ratio=1.0, max_length_extra=3)).search(SOURCE)
+        BeamSearch(BeamConfig(beam=3, max_length_ratio=1.0, max_length_extra=3), net, V).search(SOURCE)
         for net in (deep, shallow)
     ]
     assert any(d[0].tokens != s[0].tokens for d, s in zip(*beams, strict=True)), "the nets disagree"
@@ -81,17 +80,17 @@ def test_the_best_of_the_union_wins_by_the_papers_total(alpha: float) -> None:
 
 def test_an_ensemble_of_one_model_twice_is_that_model() -> None:
     model, config = plain(1), BeamConfig(beam=3)
-    alone = BeamSearch(model, *SPECIALS, config).search(SOURCE)
-    twice = BeamSearch(Ensemble([model, model]).eval(), *SPECIALS, config).search(SOURCE)
+    alone = BeamSearch(config, model, V).search(SOURCE)
+    twice = BeamSearch(config, Ensemble([model, model]).eval(), V).search(SOURCE)
     assert [[h.tokens for h in each] for each in twice] == [[h.tokens for h in each] for each in alone]
     assert twice[0][0].score == pytest.approx(alone[0][0].score, rel=1e-5)
 
 
 def test_an_exit_of_an_ensemble_decodes() -> None:
     models, config = [plain(1), plain(2)], BeamConfig(beam=3)
-    found = BeamSearch(Ensemble(models).eval().at_exit("1-1"), *SPECIALS, config).search(SOURCE)
+    found = BeamSearch(config, Ensemble(models).eval().at_exit("1-1"), V).search(SOURCE)
     cut = Ensemble([model.at_exit("1-1") for model in models]).eval()
-    assert found == BeamSearch(cut, *SPECIALS, config).search(SOURCE)
+    assert found == BeamSearch(config, cut, V).search(SOURCE)
     assert Ensemble(models).train().at_exit("1-1").training
 
 
@@ -102,7 +101,7 @@ def test_an_ensemble_averages_probabilities() -> None:
     logits = both.step(torch.full((3,), V.bos), memory, cache)
     p = [torch.softmax(m.step(torch.full((3,), V.bos), m.encode(SOURCE), m.begin()), dim=1) for m in models]
     torch.testing.assert_close(logits.exp(), ((p[0] + p[1]) / 2).float(), rtol=1e-5, atol=1e-7)
-    found = BeamSearch(both, *SPECIALS, BeamConfig(beam=4)).search(SOURCE)
+    found = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE)
     for row in range(3):  # the beam's bookkeeping reaches both models' caches
-        alone = BeamSearch(both, *SPECIALS, BeamConfig(beam=4)).search(SOURCE[row : row + 1])
+        alone = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE[row : row + 1])
         assert [h.tokens for h in alone[0]] == [h.tokens for h in found[row]]

@@ -15,6 +15,7 @@ from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.nn.layers import Context, Draw
 from deepspeed_nmt.parallel.world import World
+from tests.support import batch_of
 
 V = Vocabulary(40)
 
@@ -30,7 +31,7 @@ def batch(update: int = 1) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

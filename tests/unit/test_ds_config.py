@@ -44,7 +44,7 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 1}}')
     assert zero_stage(load_ds_config(str(file))) == 1
     file.write_text("[1]")
-    with pytest.raises(ConfigError, match="must hold a JSON object, but holds a list"):
+    with pytest.raises(ConfigError, match="must contain a JSON object, but contains a list"):
         load_ds_config(str(file))
     file.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

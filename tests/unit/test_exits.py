@@ -1,4 +1,4 @@
-"""Walks over shared layers, and the exits of a model."""
+"""Orders of shared layers, and the exits of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
-from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent, walk
+from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent, layer_order
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context
-from deepspeed_nmt.nn.stack import LayerStack, Walk
+from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests.support import batch_of
 
 V = Vocabulary(40)
 
@@ -28,7 +29,7 @@ def batch(update: int = 1) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 def transformer(norm: str = "pre", encoder: int = 3, decoder: int = 3) -> Transformer:
@@ -51,23 +52,27 @@ class Scalar(nn.Module):
 
 
 def test_orders_of_the_papers() -> None:
-    assert walk("stacked", 3, 2) == Walk((0, 1, 2, 0, 1, 2), frozenset({3}), (3, 6))
-    assert walk("closed_chain", 4, 2) == Walk((0, 1, 2, 3, 2, 1, 0), frozenset({4}), (4, 7))
-    chain = walk("closed_chain", 3, 4)
+    assert layer_order("stacked", 3, 2) == LayerOrder((0, 1, 2, 0, 1, 2), frozenset({3}), (3, 6))
+    assert layer_order("closed_chain", 4, 2) == LayerOrder((0, 1, 2, 3, 2, 1, 0), frozenset({4}), (4, 7))
+    chain = layer_order("closed_chain", 3, 4)
     assert (
-        chain.order == (0, 1, 2, 1, 0, 1, 2, 1, 0) and chain.inputs_at == {3, 5, 7} and chain.stages == (3, 5, 7, 9)
+        chain.indices == (0, 1, 2, 1, 0, 1, 2, 1, 0) and chain.inputs_at == {3, 5, 7} and chain.stages == (3, 5, 7, 9)
     )
-    assert len(walk("closed_chain", 8, 5).order) == 8 + 4 * 7
-    assert walk("stacked", 4, 1) == walk("closed_chain", 4, 1) == Walk((0, 1, 2, 3), frozenset(), (4,))
+    assert len(layer_order("closed_chain", 8, 5).indices) == 8 + 4 * 7
+    assert (
+        layer_order("stacked", 4, 1)
+        == layer_order("closed_chain", 4, 1)
+        == LayerOrder((0, 1, 2, 3), frozenset(), (4,))
+    )
 
 
 def test_the_chains_gradients_are_those_of_equation_9() -> None:
     """dS6/dW1 = W0 (S4 + W1 W2^2 W3 S0), dS6/dW2 = W0 W1 (S3 + W2 W3 S1), without input at the turn."""
     w0, w1, w2, w3 = weights = (1.3, -0.7, 0.9, 1.1)
-    chain = walk("closed_chain", 4, 2)
+    chain = layer_order("closed_chain", 4, 2)
     layers = [Scalar(w) for w in weights]
     x = 0.8
-    stack = LayerStack(layers, Walk(chain.order, frozenset(), chain.stages))
+    stack = LayerStack(layers, LayerOrder(chain.indices, frozenset(), chain.stages))
     s6 = stack(torch.tensor([x], dtype=torch.float64), Context())[0]
     s6.sum().backward()
     s0 = w0 * x
@@ -80,9 +85,9 @@ def test_the_chains_gradients_are_those_of_equation_9() -> None:
 
 def test_inputs_return_at_every_turn() -> None:
     layers, x = [Scalar(2.0), Scalar(3.0)], torch.tensor([1.0], dtype=torch.float64)
-    stacked = LayerStack(layers, walk("stacked", 2, 3))(x, Context(), exits=[1, 2, 3])
+    stacked = LayerStack(layers, layer_order("stacked", 2, 3))(x, Context(), exits=[1, 2, 3])
     assert [each.item() for each in stacked] == [6.0, 42.0, 258.0], "6, 6 (6 + 1), 6 (42 + 1)"
-    chain = LayerStack(layers, walk("closed_chain", 2, 3))(x, Context(), exits=[1, 2, 3])
+    chain = LayerStack(layers, layer_order("closed_chain", 2, 3))(x, Context(), exits=[1, 2, 3])
     assert [each.item() for each in chain] == [6.0, 14.0, 45.0], "6, 2 (6 + 1), 3 (14 + 1)"
 
 
@@ -160,10 +165,10 @@ def test_search_decodes_from_an_exit() -> None:
     model = transformer().eval()
     source = batch().source_BS
     config = BeamConfig(beam=3)
-    found = BeamSearch(model.at_exit("2-1"), V.bos, V.eos, V.pad, config).search(source)
+    found = BeamSearch(config, model.at_exit("2-1"), V).search(source)
     small = transformer("pre", 2, 1)
     small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
-    assert found == BeamSearch(small.eval(), V.bos, V.eos, V.pad, config).search(source)
+    assert found == BeamSearch(config, small.eval(), V).search(source)
 
 
 @pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
@@ -196,7 +201,7 @@ def test_validation_counts_the_top_even_where_training_gives_it_no_weight() -> N
 def test_which_exits_are_trained() -> None:
     def trained(**settings: object) -> set[str]:
         config = MultiSoftmaxConfig.model_validate(settings)
-        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains(n, m, (2, 2))}
+        return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains_exit(n, m, (2, 2))}
 
     assert trained() == {"1-1", "1-2", "2-1", "2-2"}
     assert trained(exits="1x1") == {"2-2"} and trained(exits="2x1") == {"1-2", "2-2"}
@@ -208,7 +213,7 @@ def test_sampled_exits_hold_the_top_and_change_from_update_to_update() -> None:
     likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)
     for update in range(40):
         passes = Passes(model, batch(update))
-        likelihood.plan(passes)
+        likelihood.request_passes(passes)
         assert len(passes.encoder_exits) == 2 and passes.encoder_exits[-1] == 4 and passes.decoder_exits == [3]
         seen.add(passes.encoder_exits[0])
     assert seen == {1, 2, 3}
@@ -227,12 +232,12 @@ def test_multi_softmax_with_ddr_compares_every_exit_with_its_twin() -> None:
     for module in model.modules():
         if hasattr(module, "p"):
             module.p = 0.0
-    terms = [Consistency(ConsistencyConfig(weight=2.0), encode_twice=True)]
-    output = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    regularizers = [Consistency(ConsistencyConfig(weight=2.0), encode_twice=True)]
+    output = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), regularizers)(model, data)
     plain = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, data)
     torch.testing.assert_close(output.loss, plain.loss)
-    assert output.terms["divergence"].abs().item() < 1e-12
+    assert output.metrics["divergence"].abs().item() < 1e-12
     model.eval()
-    validated = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), terms)(model, data)
+    validated = Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad), regularizers)(model, data)
     vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     torch.testing.assert_close(validated.loss, vanilla.loss, rtol=1e-7, atol=1e-7)

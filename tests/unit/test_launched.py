@@ -11,7 +11,7 @@ import pytest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError, ReportedError
 from deepspeed_nmt.parallel import launched
-from deepspeed_nmt.parallel.launched import build_apart, once_a_host, place
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
@@ -50,13 +50,13 @@ def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launched, "_TIME_TO_SPEAK_S", 0.0)
+    monkeypatch.setattr(launched, "_REPORT_DELAY_S", 0.0)
     for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError), once_a_host():
+    with pytest.raises(ConfigError), once_per_host():
         raise ConfigError("wrong")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ReportedError) as reported, once_a_host():
+    with pytest.raises(ReportedError) as reported, once_per_host():
         raise ConfigError("wrong")
     assert reported.value.status == 2
 
@@ -64,15 +64,15 @@ def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch)
 def test_extensions_are_built_where_no_stale_lock_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    build_apart()
+    isolate_extension_builds()
     assert f"-{os.getpid()}-" in os.environ["TORCH_EXTENSIONS_DIR"]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for _ in range(2):
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        build_apart()
+        isolate_extension_builds()
         assert f"-{os.getppid()}-" in os.environ["TORCH_EXTENSIONS_DIR"], "all ranks of a host have this parent"
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
-    build_apart()
+    isolate_extension_builds()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"

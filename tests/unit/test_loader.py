@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, collate
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.errors import ConfigError
 from tests.support import random_corpus
 

@@ -8,13 +8,13 @@ import torch
 from deepspeed_nmt.data.loader import Cursor, Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.loop import Workload, _Window
+from deepspeed_nmt.train.throughput import Window, Workload
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 def window(workload: Workload | None, skip_second: bool = False) -> dict[str, float]:
-    found = _Window(workload)
+    found = Window(workload)
     for number in (1, 2):
         update = Update(number, [], 300, padded_positions=1000, real_positions=800, after=Cursor())
         sums = {"loss": torch.tensor(900.0), "nll": torch.tensor(600.0)}

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.commands.planner import recomputation
 from deepspeed_nmt.config import RunConfig, load_config
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.choice import DEFAULT
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB, advise
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
@@ -29,7 +31,8 @@ from deepspeed_nmt.planning.memory import (
     state_bytes,
 )
 from deepspeed_nmt.planning.tally import Tally
-from deepspeed_nmt.runs import build_model, build_objective
+from deepspeed_nmt.run.resolve import resolve_recomputation
+from tests.support import batch_of
 
 V = Vocabulary(2000)
 NARROW = ["model.dim=128", "model.ffn_dim=512", "model.heads=4"]
@@ -42,7 +45,7 @@ def really_allocated(config: RunConfig, recompute: int, tokens: int) -> int:
     module = TrainModule(model, build_objective(config, V)).train()
     rows = tokens // 32
     text = [torch.randint(4, V.size, (rows, 32)) for _ in range(3)]
-    batch = Batch(*text, torch.arange(rows), tokens, tokens - 1, V.pad, 1, 1, 0, tokens, rows)
+    batch = replace(batch_of(*text, pad=V.pad), source_tokens=tokens - 1)
     module(batch).loss.backward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         module(batch).loss.backward()
@@ -199,7 +202,7 @@ def test_recomputation_by_a_memory_budget(capsys: pytest.CaptureFixture[str]) ->
 
     def chosen(*settings: str) -> tuple[int, int]:
         config = load_config("transformer_base", settings=[*NARROW, "batch.micro_tokens=8192", *settings])
-        return recomputation(config, V, "fp32", alone)
+        return resolve_recomputation(config, V, EngineSettings("fp32", 1.0), alone, DEFAULT)
 
     assert chosen("engine.recompute_decoder=2") == (0, 2)
     # Counted for this model: none takes 0.95 GiB, the encoder alone 0.64, the decoder alone 0.53, all 0.22.

@@ -21,6 +21,7 @@ from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import EncoderLayer
+from tests.support import batch_of
 
 V = Vocabulary(40)
 SHAPE = TransformerConfig(
@@ -39,8 +40,8 @@ def vanilla() -> tuple[TranslationModel, Objective]:
 def deep_decoder() -> tuple[TranslationModel, Objective]:
     drop = CrossAttentionDropConfig(drop_depth=3, drop_ratio=0.6)
     model = build_transformer(SHAPE, V, lambda number, parts: build_cross_attention_drop(drop, number, parts))
-    terms = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(), V)]
-    return model, Objective(LabelSmoothed(0.1, V.pad), terms)
+    regularizers = [Consistency(ConsistencyConfig(), encode_twice=False), ALD(ALDConfig(), V)]
+    return model, Objective(LabelSmoothed(0.1, V.pad), regularizers)
 
 
 def exits() -> tuple[TranslationModel, Objective]:
@@ -59,7 +60,7 @@ def batch(update: int) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
     inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return Batch(source, inputs, output, torch.tensor([30, 4]), 6, 10, 0, 5, update, 0, 6, 2)
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 def gradients(

@@ -1,111 +1,74 @@
-"""The sample corpus: the same everywhere, no pair twice, one translation per sentence, and correct German."""
+"""The sample corpus: the same everywhere, no pair twice, one translation for a sentence, and correct German."""
 
 from __future__ import annotations
 
 import hashlib
-import random
+import re
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_nmt import cli
-from deepspeed_nmt.data import sample_grammar as g
-from deepspeed_nmt.data.sample import SPLITS, sentence_pairs, write_sample
-from deepspeed_nmt.data.sample_grammar import Clause, Pair, Phrase, noun_phrase, prepositional, sentence
-from deepspeed_nmt.data.sample_sentences import Author
-from deepspeed_nmt.data.sample_words import (
-    ACCUSATIVE,
-    ADJECTIVES,
-    BE,
-    COMPOUND_NOUNS,
-    DATIVE,
-    FIRST,
-    GENITIVE,
-    NOMINATIVE,
-    NOUNS,
-    SECOND,
-    VERBS,
-    WE,
-    conjugate,
-)
-from deepspeed_nmt.errors import DataError, UserError
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.sample import corpus, grammar, lexicon
+from deepspeed_nmt.sample.corpus import SPLITS, Author, sentence_pairs, write_sample
+from deepspeed_nmt.sample.grammar import THE, Clause, Determiner, Field, NounPhrase, Part, Tense
+from deepspeed_nmt.sample.lexicon import Case, Slot
 
-MY, UNSER = g.POSSESSIVES[0], g.POSSESSIVES[4]
-ANNA = Phrase("Anna", "Anna")
-I = Phrase("I", "ich", FIRST)  # noqa: E741
-DU = Phrase("you", "du", SECOND)
-WIR = Phrase("we", "wir", WE)
-MODALS = {modal.english: modal for modal in g.MODALS}
+NOUNS = {noun.english: noun for nouns in lexicon.NOUNS.values() for noun in nouns}
+ADJECTIVES = {"": "", **dict(pair for pairs in lexicon.ADJECTIVES.values() for pair in pairs)}
+VERBS = {verb.prefix + verb.infinitive: verb for verb in lexicon.VERBS}
+A, NO, OUR = Determiner("a", "ein", "ein"), Determiner("a", "kein", "ein"), Determiner("our", "unser", "ein")
+THIS, BARE, THREE = Determiner("this", "dies", "der"), Determiner("", ""), Determiner("three", "drei")
 
 
-def _verb(english):
-    return next(verb for verb in VERBS if verb.english == english)
-
-
-def _german(noun, determiner, case, adjective=None, plural=False):
-    compounds = {compound.english: compound for compound in COMPOUND_NOUNS}
-    word = NOUNS.get(noun) or compounds[noun]
-    return noun_phrase(word, determiner, case, ADJECTIVES[adjective] if adjective else None, plural).german
+def phrase(determiner: Determiner, adjective: str, noun: str, plural: bool = False) -> NounPhrase:
+    return grammar.noun_phrase(NOUNS[noun], determiner, (adjective, ADJECTIVES[adjective]), plural)
 
 
 @pytest.mark.parametrize(
-    ("actual", "expected"),
+    ("found", "english", "german"),
     [
-        # weak, mixed and strong adjective endings
-        (_german("man", g.THE, NOMINATIVE, "old"), "der alte Mann"),
-        (_german("man", g.THE, ACCUSATIVE, "old"), "den alten Mann"),
-        (_german("man", g.A, NOMINATIVE, "old"), "ein alter Mann"),
-        (_german("house", g.A, ACCUSATIVE, "old"), "ein altes Haus"),
-        (_german("woman", g.A, DATIVE, "young"), "einer jungen Frau"),
-        (_german("milk", g.BARE, ACCUSATIVE, "cold"), "kalte Milch"),
-        (_german("wine", g.BARE, ACCUSATIVE, "cold"), "kalten Wein"),
-        (_german("apple", g.NO, ACCUSATIVE, "fresh", plural=True), "keine frischen Äpfel"),
-        (_german("apple", g.BARE, ACCUSATIVE, "fresh", plural=True), "frische Äpfel"),
-        (_german("dog", g.NUMERALS[1], DATIVE, "small", plural=True), "drei kleinen Hunden"),
-        (_german("child", g.THIS, NOMINATIVE, "tired"), "dieses müde Kind"),
-        (_german("car", UNSER, DATIVE, "new"), "unserem neuen Auto"),
-        (_german("coat", g.THE, NOMINATIVE, "expensive"), "der teure Mantel"),
-        (_german("room", g.A, NOMINATIVE, "dark"), "ein dunkles Zimmer"),
-        # nouns: weak ones, the dative plural, genitives
-        (_german("boy", g.THE, ACCUSATIVE), "den Jungen"),
-        (_german("student", g.A, DATIVE), "einem Studenten"),
-        (_german("woman", g.THE, DATIVE, plural=True), "den Frauen"),
-        (_german("car", g.THE, DATIVE, plural=True), "den Autos"),
-        (_german("house", g.THE, GENITIVE, "old"), "des alten Hauses"),
-        (_german("bus", g.THE, GENITIVE), "des Busses"),
-        (_german("river", g.THE, GENITIVE), "des Flusses"),
-        (_german("neighbor", g.THE, GENITIVE), "des Nachbarn"),
-        (_german("boss", g.THE, GENITIVE), "des Chefs"),
-        (g.OWNERS[10].forms[NOMINATIVE][0], "Lukas'"),
-        (g.name_phrase("Mr Weber", DATIVE).german, "Herrn Weber"),
-        # compounds agree like their head
-        (_german("kitchen table", g.THE, DATIVE, "big"), "dem großen Küchentisch"),
-        (_german("leather jacket", MY, ACCUSATIVE), "meine Lederjacke"),
-        (_german("apple cake", g.A, ACCUSATIVE, plural=False), "einen Apfelkuchen"),
-        # prepositions: contraction, and place against direction
-        (prepositional("in", _german("park", g.THE, DATIVE, "old")), "im alten Park"),
-        (prepositional("in", _german("park", g.THE, ACCUSATIVE)), "in den Park"),
-        (prepositional("in", _german("museum", g.THE, ACCUSATIVE)), "ins Museum"),
-        (prepositional("zu", _german("bus stop", g.THE, DATIVE)), "zur Haltestelle"),
-        (prepositional("mit", _german("dog", g.THE, DATIVE)), "mit dem Hund"),
-        (g.city("die Schweiz", going=True), "in die Schweiz"),
-        (g.city("die Schweiz", going=False), "in der Schweiz"),
-        (g.city("Wien", going=True), "nach Wien"),
-        # degrees, amounts, owners
-        (g.superlative(NOUNS["house"], ADJECTIVES["old"], NOMINATIVE).german, "das älteste Haus"),
-        (g.measure(NOUNS["cup"], g.NUMERALS[1], NOUNS["tea"], ACCUSATIVE).german, "drei Tassen Tee"),
-        (g.negated(NOUNS["coat"], ACCUSATIVE, plural=False).german, "keinen Mantel"),
+        # After "der", after "ein", and alone: weak, mixed and strong endings of adjectives.
+        (phrase(THE, "old", "coat"), "the old coat", "der alte Mantel, den alten Mantel, dem alten Mantel"),
+        (phrase(THE, "young", "woman"), "the young woman", "die junge Frau, die junge Frau, der jungen Frau"),
+        (phrase(THE, "small", "house"), "the small house", "das kleine Haus, das kleine Haus, dem kleinen Haus"),
+        (phrase(A, "old", "coat"), "an old coat", "ein alter Mantel, einen alten Mantel, einem alten Mantel"),
+        (phrase(A, "young", "woman"), "a young woman", "eine junge Frau, eine junge Frau, einer jungen Frau"),
+        (phrase(A, "small", "house"), "a small house", "ein kleines Haus, ein kleines Haus, einem kleinen Haus"),
+        (phrase(BARE, "cold", "wine"), "cold wine", "kalter Wein, kalten Wein, kaltem Wein"),
+        (phrase(BARE, "fresh", "milk"), "fresh milk", "frische Milch, frische Milch, frischer Milch"),
+        (phrase(THIS, "tired", "child"), "this tired child", "dieses müde Kind, dieses müde Kind, diesem müden Kind"),
+        (phrase(OUR, "new", "car"), "our new car", "unser neues Auto, unser neues Auto, unserem neuen Auto"),
+        (phrase(NO, "", "ball"), "a ball", "kein Ball, keinen Ball, keinem Ball"),
+        # Plurals: "-n" in the dative, but not after "-n" or "-s".
+        (phrase(THE, "", "apple", True), "the apples", "die Äpfel, die Äpfel, den Äpfeln"),
+        (phrase(THE, "new", "park", True), "the new parks", "die neuen Parks, die neuen Parks, den neuen Parks"),
         (
-            g.genitive(
-                noun_phrase(NOUNS["roof"], g.THE, ACCUSATIVE), noun_phrase(NOUNS["church"], g.THE, GENITIVE)
-            ).german,
-            "das Dach der Kirche",
+            phrase(THREE, "big", "dog", True),
+            "three big dogs",
+            "drei große Hunde, drei große Hunde, drei großen Hunden",
         ),
+        (phrase(BARE, "", "woman", True), "women", "Frauen, Frauen, Frauen"),
+        # Weak nouns.
+        (phrase(THE, "", "boy"), "the boy", "der Junge, den Jungen, dem Jungen"),
+        (phrase(A, "big", "bear"), "a big bear", "ein großer Bär, einen großen Bären, einem großen Bären"),
     ],
 )
-def test_phrase(actual, expected):
-    assert actual == expected
+def test_noun_phrase(found: NounPhrase, english: str, german: str) -> None:
+    assert found.subject == found.object == english
+    assert ", ".join(found.german) == german
+
+
+def test_compound_is_one_word_in_german() -> None:
+    coat = grammar.compound(("winter", "Winter"), NOUNS["coat"])
+    found = grammar.noun_phrase(coat, THE, ("old", "alt"), plural=True)
+    assert (found.subject, found.german[Case.DATIVE]) == ("the old winter coats", "den alten Wintermänteln")
+    assert not grammar.compound(("night", "Nacht"), NOUNS["milk"]).english_plural, "still a mass noun"
 
 
 @pytest.mark.parametrize(
@@ -116,207 +79,195 @@ def test_phrase(actual, expected):
         ("öffnen", "", "öffne öffnest öffnet öffnen öffnen"),
         ("zeichnen", "", "zeichne zeichnest zeichnet zeichnen zeichnen"),
         ("lernen", "", "lerne lernst lernt lernen lernen"),
-        ("reisen", "", "reise reist reist reisen reisen"),
-        ("lächeln", "", "lächle lächelst lächelt lächeln lächeln"),
+        ("nehmen", "nimm", "nehme nimmst nimmt nehmen nehmen"),
+        ("putzen", "", "putze putzt putzt putzen putzen"),
+        ("grüßen", "", "grüße grüßt grüßt grüßen grüßen"),
         ("füttern", "", "füttere fütterst füttert füttern füttern"),
-        ("spielen", "", "spiele spielst spielt spielen spielen"),
-        ("lesen", "lies", "lese liest liest lesen lesen"),
+        ("essen", "iss", "esse isst isst essen essen"),
         ("laden", "läd", "lade lädst lädt laden laden"),
-        ("mögen", "mag,magst,mag", "mag magst mag mögen mögen"),
     ],
 )
-def test_present_tense(infinitive, changed, expected):
-    assert conjugate(infinitive, changed) == tuple(expected.split())
-
-
-def _clause(verb, subject=ANNA, **parts):
-    if "modal" in parts:
-        parts["modal"] = MODALS[parts["modal"]]
-    return Clause(BE if verb == "be" else _verb(verb), subject, **parts)
-
-
-TODAY = Pair("today", "heute")
-COAT = {"rest": "the coat", "late": "den Mantel"}
-TIRED = {"rest": "tired", "late": "müde"}
+def test_conjugation(infinitive: str, changed: str, expected: str) -> None:
+    assert lexicon.conjugate(infinitive, changed) == tuple(expected.split())
 
 
 @pytest.mark.parametrize(
-    ("clause", "english", "german"),
+    ("word", "expected"),
+    [("carry", "carries"), ("key", "keys"), ("watch", "watches"), ("go", "goes"), ("throw away", "throws away")],
+)
+def test_english_s(word: str, expected: str) -> None:
+    assert lexicon.add_s(word) == expected
+
+
+ICH, DU, ER, _, _, SIE = corpus.PRONOUNS
+ANNA, BOY, COAT = corpus.NAMES[0], phrase(THE, "", "boy"), phrase(THE, "", "coat")
+OBJECT, DATIVE = Slot("", "", Case.ACCUSATIVE), Slot("", "", Case.DATIVE)
+FOR, TO = Slot("for", "auf", Case.ACCUSATIVE), Slot("to", "in", Case.ACCUSATIVE)
+TODAY = Part("today", "heute", Field.TIME)
+
+
+def clause(subject: NounPhrase, verb: str, tense: Tense, *parts: Part) -> Clause:
+    return grammar.clause(subject, VERBS[verb], tense, list(parts), negative=corpus.NICHT in parts)
+
+
+@pytest.mark.parametrize(
+    ("found", "english", "german"),
     [
-        (_clause("buy", time=TODAY, **COAT), "Anna buys the coat today", "Anna kauft heute den Mantel"),
-        # inversion, and the perfect with haben and with sein
-        (_clause("buy", front=TODAY, **COAT), "today Anna buys the coat", "heute kauft Anna den Mantel"),
-        (_clause("buy", I, past=True, **COAT), "I bought the coat", "ich habe den Mantel gekauft"),
-        (_clause("arrive", DU, past=True), "you arrived", "du bist angekommen"),
-        (_clause("be", I, past=True, **TIRED), "I was tired", "ich war müde"),
-        # separable verbs, and fixed objects that behave like their prefixes
-        (_clause("try on", I, **COAT), "I try on the coat", "ich probiere den Mantel an"),
-        (_clause("play the piano", I, time=TODAY), "I play the piano today", "ich spiele heute Klavier"),
-        # modal verbs and the future
-        (_clause("buy", modal="want to", **COAT), "Anna wants to buy the coat", "Anna will den Mantel kaufen"),
-        (_clause("fall asleep", I, modal="will"), "I will fall asleep", "ich werde einschlafen"),
-        # negation
-        (
-            _clause("sleep", negative=True, time=TODAY, late="nicht"),
-            "Anna does not sleep today",
-            "Anna schläft heute nicht",
-        ),
+        (clause(ANNA, "sehen", Tense.PRESENT, COAT.complement(OBJECT), TODAY),
+         ("Anna sees the coat today", "does Anna see the coat today"),
+         ("Anna sieht heute den Mantel", "sieht Anna heute den Mantel", "Anna heute den Mantel sieht")),
+        # The perfect with haben and with sein, and modal verbs.
+        (clause(ICH, "sehen", Tense.PAST, COAT.complement(OBJECT)),
+         ("I saw the coat", "did I see the coat"),
+         ("ich habe den Mantel gesehen", "habe ich den Mantel gesehen", "ich den Mantel gesehen habe")),
+        (clause(DU, "ankommen", Tense.PAST),
+         ("you arrived", "did you arrive"),
+         ("du bist angekommen", "bist du angekommen", "du angekommen bist")),
+        (clause(SIE, "helfen", Tense.CAN, BOY.complement(DATIVE)),
+         ("they can help the boy", "can they help the boy"),
+         ("sie können dem Jungen helfen", "können sie dem Jungen helfen", "sie dem Jungen helfen können")),
+        # Separable verbs; a pronoun stands before the time.
+        (clause(BOY, "einladen", Tense.PRESENT, ICH.complement(OBJECT), TODAY),
+         ("the boy invites me today", "does the boy invite me today"),
+         ("der Junge lädt mich heute ein", "lädt der Junge mich heute ein", "der Junge mich heute einlädt")),
+        # Prepositions, with and without contraction; negation.
+        (clause(ANNA, "warten", Tense.PRESENT, ER.complement(FOR), corpus.NICHT),
+         ("Anna does not wait for him", "does Anna not wait for him"),
+         ("Anna wartet nicht auf ihn", "wartet Anna nicht auf ihn", "Anna nicht auf ihn wartet")),
+        (clause(ANNA, "gehen", Tense.WILL, phrase(THE, "", "house").complement(TO)),
+         ("Anna will go to the house", "will Anna go to the house"),
+         ("Anna wird ins Haus gehen", "wird Anna ins Haus gehen", "Anna ins Haus gehen wird")),
+        (clause(ANNA, "arbeiten", Tense.MUST, phrase(THE, "", "house").complement(corpus.IN)),
+         ("Anna must work in the house", "must Anna work in the house"),
+         ("Anna muss im Haus arbeiten", "muss Anna im Haus arbeiten", "Anna im Haus arbeiten muss")),
+        (grammar.clause(DU, lexicon.COPULA, Tense.WAS, [Part("very tired", "sehr müde", Field.STATE)]),
+         ("you were very tired", "were you very tired"),
+         ("du warst sehr müde", "warst du sehr müde", "du sehr müde warst")),
     ],
-)
-def test_main_clause(clause, english, german):
-    assert (clause.english(), clause.german()) == (english, german)
+)  # fmt: skip
+def test_clause(found: Clause, english: tuple[str, ...], german: tuple[str, ...]) -> None:
+    assert (found.statement, found.question) == english
+    assert (found.main, found.inverted, found.subordinate) == german
 
 
 @pytest.mark.parametrize(
-    ("clause", "german"),
+    ("verb", "english", "german"),
     [
-        (_clause("buy", time=TODAY, **COAT), "Anna heute den Mantel kauft"),
-        (_clause("get up"), "Anna aufsteht"),
-        (_clause("get up", past=True), "Anna aufgestanden ist"),
-        (_clause("get up", modal="can"), "Anna aufstehen kann"),
-        (_clause("play the piano"), "Anna Klavier spielt"),
+        ("zeichnen", "draw the coat", "den Mantel zu zeichnen"),
+        ("wegwerfen", "throw away the coat", "den Mantel wegzuwerfen"),
     ],
 )
-def test_subordinate_clause_ends_with_its_verb(clause, german):
-    assert clause.german_subordinate() == german
+def test_infinitive(verb: str, english: str, german: str) -> None:
+    found = clause(ANNA, verb, Tense.WILL, COAT.complement(OBJECT))
+    assert (found.base, found.infinitive) == (english, german)
 
 
-@pytest.mark.parametrize(
-    ("clause", "english", "german"),
-    [
-        (_clause("buy", **COAT), "does Anna buy the coat", "kauft Anna den Mantel"),
-        (_clause("arrive", DU, past=True, time=TODAY), "did you arrive today", "bist du heute angekommen"),
-        (_clause("sleep", DU, modal="would like to"), "would you like to sleep", "möchtest du schlafen"),
-        (_clause("sleep", DU, modal="want to"), "do you want to sleep", "willst du schlafen"),
-        (_clause("be", **TIRED), "is Anna tired", "ist Anna müde"),
-    ],
-)
-def test_question(clause, english, german):
-    assert (clause.english_question(), clause.german_question()) == (english, german)
+def test_verbs_and_adjectives_suit_kinds_of_nouns_that_exist() -> None:
+    assert all(lexicon.ADJECTIVES[kind] for kind in lexicon.NOUNS)
+    for verb in lexicon.VERBS:
+        for kinds in (verb.subjects, *(slot.kinds for slot in verb.slots)):
+            assert kinds and set(kinds) <= set(lexicon.NOUNS)
+        assert all(slot.case in (Case.ACCUSATIVE, Case.DATIVE) for slot in verb.slots)
 
 
-@pytest.mark.parametrize(
-    ("verb", "german"),
-    [("get up", "aufzustehen"), ("play the piano", "Klavier zu spielen"), ("buy", "zu kaufen")],
-)
-def test_infinitive_with_zu(verb, german):
-    clause = _clause(verb)
-    assert (clause.english_infinitive(), clause.german_infinitive()) == (verb, german)
-
-
-def test_one_auxiliary_serves_two_clauses():
-    sang, danced = (Clause(_verb(word), ANNA, past=True) for word in ("sing", "dance"))
-    arrived = Clause(_verb("arrive"), ANNA, past=True)
-    assert sang.shares_auxiliary(danced)
-    assert danced.german_predicate(elided=True) == "getanzt"
-    assert not sang.shares_auxiliary(arrived), "'hat gesungen und ist angekommen' needs both"
-
-
-def test_author_reaches_relative_clauses_and_objects_in_the_dative():
-    author = Author(random.Random("relative").random)
-    for _ in range(200):
-        noun = NOUNS["man"]
-        phrase = author.with_relative_clause(noun, noun_phrase(noun, g.THE, NOMINATIVE))
-        assert phrase.german.startswith(("der Mann, der ", "der Mann, den ", "der Mann, dem ", "der Mann, mit dem "))
-        assert phrase.german.endswith(","), "the clause is closed by a comma"
-        expected = {"who": "der", "whom": ("den", "dem"), "with whom": "mit dem"}
-        words = phrase.english.removeprefix("the man ")
-        key = next(key for key in ("with whom", "whom", "who") if words.startswith(key))
-        assert phrase.german.removeprefix("der Mann, ").startswith(expected[key])
-    verb = _verb("help")
-    clause = author.clause(verb, WIR, past=False, adverbials="", obj=noun_phrase(NOUNS["man"], g.THE, DATIVE))
-    assert (verb.case, clause.german()) == (DATIVE, "wir helfen dem Mann")
-
-
-@pytest.mark.parametrize(
-    ("german", "expected"),
-    [
-        ("er besucht den Mann, der schläft,", "Er besucht den Mann, der schläft."),
-        ("er sieht den Mann, der schläft,, weil es regnet", "Er sieht den Mann, der schläft, weil es regnet."),
-    ],
-)
-def test_sentence_resolves_commas(german, expected):
-    assert sentence("he sleeps", german) == ("He sleeps.", expected)
-
-
-def test_first_thousand_pairs_are_the_same_everywhere():
+def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     text = "".join(f"{english}\t{german}\n" for english, german in islice(sentence_pairs(1), 1000))
-    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    # Changes with every change of the grammar, and then only.
-    assert digest == "0c11d1c5ed0f074b1d9885071566358c8e082c3529a0ce1700d6f82d03e21ed5"
-    assert next(sentence_pairs(2)) != next(sentence_pairs(1))
+    # Changes with every change of the grammar or the words, and then only.
+    assert hashlib.sha256(text.encode("utf-8")).hexdigest() == "73f40f94587403f011c722aeb7c213c3afd6c61ac321425063043e471a13ecaf"
+    assert len({next(sentence_pairs(seed)) for seed in (-1, 0, 1, 2)}) == 4
 
 
-def test_a_sentence_has_one_translation():
-    author = Author(random.Random("translations").random)
+def test_a_sentence_has_one_translation() -> None:
+    author = Author(seed=7)
     translations: dict[str, str] = {}
     repeated = 0
-    for _ in range(50_000):
+    for _ in range(15_000):
         english, german = author.sentence()
         repeated += english in translations
         assert translations.setdefault(english, german) == german
-    assert repeated > 50, "too few repetitions to have tested anything"
+    assert repeated > 10, "too few repetitions to have tested anything"
 
 
-def test_sentences_are_clean_and_of_moderate_length():
-    pairs = list(islice(sentence_pairs(3), 5000))
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers())
+def test_sentences_are_clean(seed: int) -> None:
+    for pair in islice(sentence_pairs(seed), 50):
+        for text in pair:
+            assert re.fullmatch(r"[A-ZÄÖÜ0-9][A-Za-zÄÖÜäöüß0-9:, ]+[.?]", text)
+            assert not re.search(r"  | ,|,[^ ]|,[.?]", text)
+        assert pair[0].endswith("?") == pair[1].endswith("?")
+        assert not re.search(r"\ba [aeiou]", pair[0])
+
+
+def test_corpus_shows_what_makes_translation_hard() -> None:
+    pairs = list(islice(sentence_pairs(3), 2000))
     for side in zip(*pairs, strict=True):
         lengths = [len(text.split()) for text in side]
-        assert 9 <= sum(lengths) / len(lengths) <= 13
+        assert 8 <= sum(lengths) / len(lengths) <= 13
         assert max(lengths) < 50
-        for text in side:
-            assert text[0].isupper() or text[0].isdigit()
-            assert text[-1] in ".?"
-            assert not any(mark in text for mark in ("  ", ",,", " ,", "_", "|", ",.", ",?"))
-    german = " ".join(text for _, text in pairs)
+    german = "\n".join(text for _, text in pairs)
     for fragment in (
-        ", weil ",
-        ", dass ",
-        ", um ",
-        " nicht ",
-        " kein",
-        " sich ",
-        "ß",
-        "ä",
-        "ö",
-        "ü",
-        " im ",
-        " zum ",
+        *(
+            ", weil ",
+            ", dass ",
+            ", ob ",
+            ", der ",
+            ", die ",
+            " zu ",
+            "zuzu",
+            " nicht ",
+            " kein",
+            " im ",
+            " ins ",
+            " vom ",
+        ),
+        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", ":30 Uhr", "\nWeil ", "\nUm ", "\nWarum "),
     ):
-        assert fragment in german
+        assert fragment in german, fragment
 
 
-def test_lexicon_has_hundreds_of_words():
-    assert 350 <= len(NOUNS) + len(COMPOUND_NOUNS) + len(ADJECTIVES) + len(VERBS) <= 550
+def test_a_decoder_that_ignores_its_source_scores_near_zero() -> None:
+    references = [german for _, german in islice(sentence_pairs(4), 500)]
+    others = [german for _, german in islice(sentence_pairs(5), 500)]
+    assert sacrebleu.corpus_bleu(others, [references]).score < 4
+    assert sacrebleu.corpus_bleu(references, [references]).score > 99.9
 
 
-def test_splits_share_no_sentence_and_write_the_same_bytes(tmp_path: Path):
+def test_splits_share_no_sentence_and_write_the_same_bytes(tmp_path: Path) -> None:
     write_sample(tmp_path / "one", 3000, 200, 300, seed=5)
     write_sample(tmp_path / "two", 4000, 200, 300, seed=5)
     for language in ("en", "de"):
         lines = [(tmp_path / "one" / f"{name}.{language}").read_text("utf-8").splitlines() for name in SPLITS]
         assert [len(part) for part in lines] == [3000, 200, 300]
         assert len(set().union(*lines)) == 3500
-        held_out, train = (f"test.{language}", f"train.{language}")
-        assert (tmp_path / "one" / held_out).read_bytes() == (tmp_path / "two" / held_out).read_bytes()
-        assert (tmp_path / "two" / train).read_bytes().startswith((tmp_path / "one" / train).read_bytes())
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(
-        f"{name}.{language}" for name in SPLITS for language in ("en", "de")
-    ), "no temporary file is left"
+        for name in ("valid", "test"):
+            held_out = f"{name}.{language}"
+            assert (tmp_path / "one" / held_out).read_bytes() == (tmp_path / "two" / held_out).read_bytes()
+        small, large = ((tmp_path / name / f"train.{language}").read_bytes() for name in ("one", "two"))
+        assert large.startswith(small)
+    expected = sorted(f"{name}.{language}" for name in SPLITS for language in ("en", "de"))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == expected, "no temporary file is left"
 
 
-def test_write_sample_refuses_negative_counts_and_files_for_directories(tmp_path: Path):
+def test_no_sentence_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = iter([("A.", "X."), ("B.", "X."), ("A.", "Y."), ("A.", "X."), ("B.", "Y.")])
+    monkeypatch.setattr(Author, "sentence", lambda self: next(script))
+    assert list(islice(sentence_pairs(1), 2)) == [("A.", "X."), ("B.", "Y.")]
+
+
+def test_write_sample_refuses_impossible_counts_and_directories(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"valid pairs must be 0 or more, but is -1"):
         write_sample(tmp_path / "out", 1, -1, 1, seed=1)
+    with pytest.raises(DataError, match=r"must be 1,000,000 or less in all, but is 1,000,001"):
+        write_sample(tmp_path / "out", corpus.MAX_PAIRS - 9, 5, 5, seed=1)
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="must be a directory"):
-        write_sample(tmp_path / "file", 1, 1, 1, seed=1)
-    with pytest.raises(UserError, match="must be a directory"):
-        write_sample(tmp_path / "file" / "below", 1, 1, 1, seed=1)
+    for directory in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DataError, match="must be a writable directory"):
+            write_sample(directory, 1, 1, 1, seed=1)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "data"
     assert cli.main(["sample-data", "--out", str(out), "--train", "50", "--valid", "5", "--test", "0"]) == 0
     assert f"{out / 'train'}.en and .de: 50 pairs" in capsys.readouterr().out

@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_nmt import selftest
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.commands.selftest import _line
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.parity import METHODS, build
-from deepspeed_nmt.selftest import Row, rows
+from deepspeed_nmt.selftest import compare
+from deepspeed_nmt.selftest.compare import Row, rows
+from deepspeed_nmt.selftest.models import build
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
 def one_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "METHODS", {"vanilla": METHODS["vanilla"]})
+    monkeypatch.setattr(compare, "methods", lambda quick: ["vanilla"])
 
 
 def test_engines_that_agree_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1)])
+    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1)])
     (row,) = rows(ALONE)
     assert row.passed and row.resumed == 0.0
     assert "pass" in _line(row)
@@ -38,8 +38,8 @@ def test_one_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch)
             found._clip_norm = 0.4  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
-    monkeypatch.setattr(selftest, "build", wrong)
+    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(compare, "build", wrong)
     first, second = rows(ALONE)
     assert not first.passed and first.weights > 1e-5
     assert "FAIL" in _line(first)
@@ -52,8 +52,8 @@ def test_one_that_cannot_run_is_a_row_and_not_the_end(monkeypatch: pytest.Monkey
             raise RuntimeError("no kernel image is available")
         return build(method, engine, world, directory, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(selftest, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
-    monkeypatch.setattr(selftest, "build", broken)
+    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain+recompute", 1), ("plain", 1)])
+    monkeypatch.setattr(compare, "build", broken)
     first, second = rows(ALONE)
     assert "FAIL: RuntimeError: no kernel image is available" in _line(first)
     assert second.passed

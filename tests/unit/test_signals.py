@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, tell_done
+from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, mark_done
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture
         assert stop and stop.signal_name == "SIGINT"
         stop.agree()
     send(signal.SIGUSR1)
-    assert capfd.readouterr().err == "finishing this update, then saving; once more, and it stops at once\n"
+    assert capfd.readouterr().err == "finishing this update, then saving; interrupt again to stop at once\n"
 
 
 def test_unasked_it_leaves_no_trace() -> None:
@@ -54,9 +54,9 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 
 def test_a_request_to_one_rank_is_one_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    assert not loop._asked_to_stop(stop, ALONE) and not stop.agreed
+    assert not loop._stop_requested(stop, ALONE) and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: True)
-    assert loop._asked_to_stop(stop, ALONE)
+    assert loop._stop_requested(stop, ALONE)
     assert stop and stop.agreed and stop.signal_name == "a request to another rank"
 
 
@@ -71,11 +71,11 @@ def test_a_file_asks_too_and_what_ranks_agree_on_counts(tmp_path: Path, monkeypa
         return value
 
     monkeypatch.setattr(loop, "any_rank", none_yet)
-    assert not loop._asked_to_stop(stop, ALONE), "as the others, which have not seen it"
+    assert not loop._stop_requested(stop, ALONE), "as the others, which have not seen it"
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
-    assert loop._asked_to_stop(stop, ALONE) and stop.agreed and stop.signal_name == "request"
-    tell_done()
+    assert loop._stop_requested(stop, ALONE) and stop.agreed and stop.signal_name == "request"
+    mark_done()
     assert (tmp_path / "done").exists()
 
 

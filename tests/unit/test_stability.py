@@ -10,17 +10,17 @@ import torch
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, Update
-from deepspeed_nmt.data.plan import BatchConfig
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.checkpoint import CheckpointStore
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.stability import SpikeWatch, layers_of, report_skip, roll_back, worth_explaining
+from deepspeed_nmt.train.store import CheckpointStore
 from tests.support import random_corpus
 
 WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from deepspeed_nmt.data.tokenizer import (
-    INFO_FILE,
-    MODEL_FILE,
-    SentencePieceTokenizer,
-    Tokenizer,
-    train_bpe,
-    train_words,
-)
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer, train_bpe, train_words
+from deepspeed_nmt.data.tokenizer import INFO_FILE
 from deepspeed_nmt.errors import DataError
 
 RAW = [f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")]
@@ -29,7 +25,7 @@ SEGMENTED = [
 
 def test_bpe_round_trip_with_fixed_special_tokens() -> None:
     tokenizer = train_bpe(RAW, vocab_size=80)
-    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.unk, tokenizer.size) == (0, 1, 2, 3, 80)
+    assert tokenizer.vocabulary == Vocabulary(80, pad=0, bos=1, eos=2, unk=3)
     for line in RAW:
         tokens = tokenizer.encode(line)
         assert min(tokens) > 3
@@ -78,31 +74,31 @@ def test_word_vocabulary_keeps_the_most_frequent() -> None:
 def test_saved_and_read_again(tmp_path: Path) -> None:
     for tokenizer, text in ((train_bpe(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
         tokenizer.save(tmp_path)
-        again = Tokenizer.from_directory(tmp_path)
+        again = open_tokenizer(tmp_path)
         assert (again.size, again.segmented, again.encode(text)) == (
             tokenizer.size, tokenizer.segmented, tokenizer.encode(text),
         )  # fmt: skip
 
 
 def test_vocabulary_too_large_names_the_largest() -> None:
-    with pytest.raises(DataError, match=r"a vocabulary of 5000 tokens was asked for, .* at most (\d+)") as error:
+    with pytest.raises(DataError, match=r"--vocab-size must be at most \d+, which .* but is 5000; lower it") as error:
         train_bpe(RAW, vocab_size=5000)
-    largest = int(str(error.value).split("at most ")[1].split(";")[0])
+    largest = int(str(error.value).split("at most ")[1].split(",")[0])
     assert train_bpe(RAW, vocab_size=largest).size == largest
-    with pytest.raises(DataError, match=r"50 tokens was asked for, but the text supports at most 7"):
+    with pytest.raises(DataError, match=r"at most 7, which the text supports, but is 50"):
         train_words(["a b c"], vocab_size=50)
 
 
 def test_vocabulary_too_small_for_the_characters() -> None:
-    with pytest.raises(DataError, match=r"every character .* together, but 10 were asked for; raise --vocab-size"):
+    with pytest.raises(DataError, match=r"at least \d+, the characters of the text .* but is 10; raise it"):
         train_bpe(RAW, vocab_size=10)
-    with pytest.raises(DataError, match="more than its 4 special tokens"):
+    with pytest.raises(DataError, match="must be more than the 4 special tokens, but is 4"):
         train_bpe(RAW, vocab_size=4)
 
 
 def test_no_text() -> None:
     for train in (lambda: train_bpe([], 100), lambda: train_words([])):
-        with pytest.raises(DataError, match="made of text, but there is none"):
+        with pytest.raises(DataError, match="must not be empty, but is"):
             train()
 
 
@@ -115,15 +111,15 @@ def test_sentencepiece_output_is_no_segmented_text() -> None:
 
 def test_directory_without_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must hold a vocabulary .* has no vocabulary.model and no vocabulary.json"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
     train_bpe(RAW, 80).save(tmp_path)
     (tmp_path / INFO_FILE).write_text("{}")
     with pytest.raises(DataError, match="must be JSON with the key 'segmented'"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
     (tmp_path / INFO_FILE).write_text(json.dumps({"segmented": False}))
     (tmp_path / MODEL_FILE).write_bytes(b"not a model")
     with pytest.raises(DataError, match="must be a SentencePiece model"):
-        Tokenizer.from_directory(tmp_path)
+        open_tokenizer(tmp_path)
 
 
 def test_foreign_model_with_other_special_tokens_is_refused(tmp_path: Path) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from deepspeed_nmt.commands import training
-from deepspeed_nmt.kernels import dispatch
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run import resolve
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def afterwards() -> Iterator[None]:
-    yield
-    dispatch.use("auto")
 
 
 def test_a_kernel_that_some_ranks_cannot_use_none_uses_and_the_others_stay_as_asked_for(
@@ -27,8 +20,8 @@ def test_a_kernel_that_some_ranks_cannot_use_none_uses_and_the_others_stay_as_as
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     asked = {"softmax": "triton", "layer_norm": "triton"}
-    dispatch.use(",".join(f"{name}={backend}" for name, backend in asked.items()))
-    monkeypatch.setattr(training, "together", lambda world: nullcontext())
+    kernels = Kernels(",".join(f"{name}={backend}" for name, backend in asked.items()))
+    monkeypatch.setattr(resolve, "fail_together", lambda world: nullcontext())
 
     def other_lacks(operation: str) -> None:
         """Pretend a second rank that asked for the same, and had to leave one operation to torch."""
@@ -37,12 +30,12 @@ def test_a_kernel_that_some_ranks_cannot_use_none_uses_and_the_others_stay_as_as
             other = {name: float(name == operation or name not in asked) for name in own}
             return {name: own[name] + other[name] for name in own}
 
-        monkeypatch.setattr(training, "sum_over_ranks", total)
+        monkeypatch.setattr(resolve, "sum_over_ranks", total)
 
     other_lacks("none of them")
-    training.agree_on_kernels(World(0, 2, 0, CPU), [torch.float32])
-    assert dispatch.choices(CPU, torch.float32)["softmax"] == "triton"
+    assert resolve.agree_on_kernels(kernels, World(0, 2, 0, CPU), [torch.float32]) is kernels
+    assert kernels.choices(CPU, torch.float32)["softmax"] == "triton"
     other_lacks("softmax")
-    training.agree_on_kernels(World(0, 2, 0, CPU), [torch.float32])
-    chosen = dispatch.choices(CPU, torch.float32)
+    kernels = resolve.agree_on_kernels(kernels, World(0, 2, 0, CPU), [torch.float32])
+    chosen = kernels.choices(CPU, torch.float32)
     assert chosen["softmax"] == "torch" and chosen["layer_norm"] == "triton"

@@ -13,8 +13,7 @@ from deepspeed_nmt.console import counting, setup_logging
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods import build_transformer
-from deepspeed_nmt.methods.transformer import TransformerConfig
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
 
@@ -22,8 +21,8 @@ from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sour
 class Letters:
     """Tokens 4... are the letters of the alphabet."""
 
-    pad, unk, bos, eos = 0, 1, 2, 3
-    vocabulary = Vocabulary(30, pad, bos, eos, unk)
+    pad = 0
+    vocabulary = Vocabulary(30, pad, bos=2, eos=3, unk=1)
 
     def encode(self, text: str) -> list[int]:
         assert "\n" not in text
@@ -153,7 +152,7 @@ def test_wrong_numbers_are_reported_together_before_anything_is_read(model: Tran
     with pytest.raises(ConfigError) as error:
         translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4)
     assert len(error.value.problems) == 3
-    assert "raise the beam to 4" in str(error.value)
+    assert "raise beam to 4" in str(error.value)
     assert list(lines) == ["a"]
 
 

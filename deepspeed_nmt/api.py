@@ -1,0 +1,212 @@
+"""Python API: translation with trained runs.
+
+    from deepspeed_nmt import Translator
+
+    translator = Translator.open("runs/sample")
+    for translation in translator.translate(["The dog sleeps."]):
+        print(translation.text, translation.score)
+
+`deepspeed-nmt translate` uses this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit_name
+from deepspeed_nmt.core.parts import SearchConfig
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.translate import Translation, translate_lines
+
+Paths = str | Path | Sequence[str | Path]
+"""A run directory, or several."""
+
+
+class Translator:
+    """Translator of sentences by a trained run, or by an ensemble of several; :meth:`open` makes one.
+
+    Args:
+        model: the model, in eval mode and on ``device``.
+        tokenizer: tokenizer of the run.
+        search: the search and its settings.
+        device: device of the model.
+    """
+
+    def __init__(
+        self, model: DecodableModel, tokenizer: Tokenizer, search: SearchConfig, device: torch.device
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.search = search
+        self.device = device
+
+    @classmethod
+    def open(
+        cls,
+        run: Paths,
+        *,
+        checkpoint: str = "best",
+        device: str = "auto",
+        exit: str | None = None,
+        encoder_layers: int | None = None,
+        decoder_layers: int | None = None,
+        **search: Any,
+    ) -> Translator:
+        """Open a run, or an ensemble of runs.
+
+        Args:
+            run: run directory, or several for an ensemble.
+            checkpoint: best, last, average, or a path.
+            device: auto (a GPU if there is one), cpu or cuda.
+            exit: exit to decode from, for example "3-2", or "shallow" of a grown model; None for the top.
+            encoder_layers: number of the encoder's first layers (or loops) to use; None for all.
+            decoder_layers: number of the decoder's first layers (or loops) to use; None for all.
+            search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
+                search.
+
+        Raises:
+            ConfigError: if the runs cannot be opened or combined, or an exit or a setting is unknown.
+            CheckpointError: if the checkpoint does not exist or is damaged.
+        """
+        paths = [run] if isinstance(run, (str, Path)) else list(run)
+        runs = [Run.open(Path(path)) for path in paths]
+        _check_ensemble(runs)
+        exits = (exit, encoder_layers, decoder_layers)
+        settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
+        use_cuda = device != "cpu" and torch.cuda.is_available()
+        where = torch.device("cuda" if use_cuda else "cpu")
+        models = [_model(each, checkpoint, exit, encoder_layers, decoder_layers) for each in runs]
+        model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
+        return cls(model, runs[0].tokenizer, settings, where)
+
+    def translate(self, sentences: Iterable[str], max_tokens: int = 4096) -> list[Translation]:
+        """Return the best translation of each sentence.
+
+        Args:
+            sentences: source sentences; the translation of an empty one is empty.
+            max_tokens: batch size: sentences x longest source.
+
+        Raises:
+            ConfigError: if ``max_tokens`` is out of range.
+        """
+        return [best[0] for best in self.stream(sentences, max_tokens=max_tokens)]
+
+    def stream(
+        self,
+        sentences: Iterable[str],
+        *,
+        max_tokens: int = 4096,
+        buffer_lines: int = 4096,
+        nbest: int = 1,
+        advance: Callable[[int], object] = lambda more: None,
+    ) -> Iterator[list[Translation]]:
+        """Yield the ``nbest`` best translations of each sentence, best first, in bounded memory.
+
+        Args:
+            sentences: source sentences.
+            max_tokens: batch size: sentences x longest source.
+            buffer_lines: number of sentences to read ahead, so that batches have sentences of similar length.
+            nbest: number of translations of each sentence.
+            advance: callback for progress; its argument is the number of sentences finished since the last call.
+
+        Raises:
+            ConfigError: if a number is out of range.
+        """
+        return translate_lines(
+            self.model,
+            self.tokenizer,
+            sentences,
+            self.search,
+            max_tokens=max_tokens,
+            buffer_lines=buffer_lines,
+            device=self.device,
+            nbest=nbest,
+            advance=advance,
+        )
+
+
+def _check_ensemble(runs: Sequence[Run]) -> None:
+    """Check that runs can be combined.
+
+    Raises:
+        ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens.
+    """
+    if not runs:
+        raise ConfigError("`run` must be a run directory or several, but is empty")
+    if len({run.tokenizer.digest for run in runs}) > 1:
+        raise ConfigError(
+            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
+        )
+    masked = [run.path for run in runs if not run.config.model.left_to_right]
+    if masked and len(runs) > 1:
+        raise ConfigError(
+            f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
+            "tokens; give it alone"
+        )
+
+
+def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_exit: bool) -> SearchConfig:
+    """Return the search of the first run with changed settings.
+
+    Args:
+        runs: to decode with.
+        changes: settings by name; those that are None stay.
+        asks_exit: True if the user chooses an exit.
+
+    Raises:
+        ConfigError: if a setting is unknown or out of range, or the model lacks an exit that the search needs.
+    """
+    run = runs[0]
+    settings = run.config.search.model_dump()
+    if (asks_exit or len(runs) > 1) and run.config.search.needs_exits and "name" not in changes:
+        settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
+    settings |= {key: value for key, value in changes.items() if value is not None}
+    kind = SEARCHES[settings["name"]].config
+    if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+        option = f"--{unknown[0].replace('_', '-')}"
+        raise ConfigError(f"{option} is no option of search.name={settings['name']}, the search of this run")
+    try:
+        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{'.'.join(map(str, p['loc']))}: {p['msg']}, but is {p['input']!r}" for p in error.errors()]
+        ) from error
+    assert isinstance(search, SearchConfig)
+    if not set(search.needs_exits) <= set(run.config.model.named_exits):
+        raise ConfigError(
+            f"search.name={search.name} needs a run whose model has the exits {' and '.join(search.needs_exits)}, "
+            f"but {run.path} has model.name={run.config.model.name}"
+        )
+    return search
+
+
+def _model(
+    run: Run, checkpoint: str, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
+) -> TranslationModel:
+    """Return a run's model, cut at an exit; a side without a number of layers keeps all of them.
+
+    Raises:
+        ConfigError: if the run has no such exit.
+    """
+    model = run.model(checkpoint)
+    name = exit or TOP
+    if encoder_layers is not None or decoder_layers is not None:
+        counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
+        name = exit_name(*(whole if count is None else count for count, whole in counts))
+    try:
+        cut = model.at_exit(name)
+    except ConfigError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+    if not run.trained_at(name, model.stages):
+        logger.warning("%s was not trained at exit %s; expect bad translations", run.path, name)
+    return cut

@@ -1,0 +1,56 @@
+"""Builders of the model, the objective and the kernels that a configuration chooses."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
+from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
+from deepspeed_nmt.nn.fused import use_kernels
+
+
+def build_kernels(config: RunConfig) -> Kernels:
+    """Build the kernels of a run.
+
+    Raises:
+        ConfigError: if ``engine.kernels`` names an unknown operation or backend.
+    """
+    return Kernels(config.engine.kernels, config.engine.attention)
+
+
+def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
+    """Build the model of a run, initialised from the run's seed.
+
+    Args:
+        config: settings of the run.
+        vocabulary: vocabulary of the data.
+        kernels: kernels of the model's fused operations.
+    """
+    torch.manual_seed(config.training.seed)
+    make_layer = partial(LAYERS[config.layer.name].build, config.layer)
+    model = MODELS[config.model.name].build(config.model, vocabulary, make_layer)
+    use_kernels(model, kernels)
+    return model
+
+
+def build_meta_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
+    """Build the model of a run on the meta device, where parameters have shapes and no data."""
+    with torch.device("meta"):
+        return build_model(config, vocabulary, kernels)
+
+
+def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:
+    """Build the objective of a run."""
+    (likelihood,) = (
+        LIKELIHOODS[name].build(part, vocabulary) for name, part in config.objective.items() if name in LIKELIHOODS
+    )
+    regularizers = [
+        REGULARIZERS[name].build(part, vocabulary) for name, part in config.objective.items() if name in REGULARIZERS
+    ]
+    return Objective(likelihood, regularizers)

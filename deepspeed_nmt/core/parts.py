@@ -1,0 +1,249 @@
+"""Base classes of the settings of a run's parts: model, decoder layer, objective, search.
+
+Parts combine freely, but some combinations have no meaning. Each part refuses the settings that it cannot be combined
+with. It uses only the properties that all parts declare here, so that no part refers to another by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from deepspeed_nmt.core.vocabulary import Side, Vocabulary
+from deepspeed_nmt.registry import Config
+
+
+class PartConfig(Config):
+    """Settings of a part of a run."""
+
+    def contradictions(self, parts: Parts) -> Iterable[str]:
+        """Return one sentence for each setting of another part that this part cannot be combined with.
+
+        A sentence names both settings and a remedy.
+        """
+        return ()
+
+
+class Stages(NamedTuple):
+    """Stages of an encoder or a decoder that an objective can train as exits.
+
+    Attributes:
+        setting: name, without the section, of the setting that is their number.
+        total: number of stages.
+        layers: number of layers in the first stage.
+    """
+
+    setting: str
+    total: int
+    layers: int
+
+
+class DataVocabulary(Protocol):
+    """The data's tokenizer as a model uses it."""
+
+    def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
+        """Return True if the tokens of one side are those of a BERT's tokenizer.
+
+        Args:
+            tokenizer_json: tokenizer of the BERT, serialised.
+            special: special tokens of the BERT, by name.
+            side: side of the data to compare.
+        """
+
+
+class ModelConfig(PartConfig):
+    """Settings of a model, and the properties that other parts of a run depend on.
+
+    Attributes:
+        name: name of the model in its registry.
+        left_to_right: True if the model predicts each token from those before it; False if it predicts masked tokens.
+        named_exits: names of exits other than the top and the numbered ones.
+        grown_prefix: prefix of the parameters that `--grow-from` loads from another run; None if the model cannot be
+            grown.
+        learning_fields: settings that affect training only. They may differ from the run of a warm start.
+        shape_fields: settings that determine what the weights compute. They must equal those of the run of a warm
+            start.
+        depth_fields: settings that are a number of layers. Layers that the run of a warm start lacks are freshly
+            initialised.
+    """
+
+    name: str
+    left_to_right: ClassVar[bool] = True
+    named_exits: ClassVar[tuple[str, ...]] = ()
+    grown_prefix: ClassVar[str | None] = None
+    learning_fields: ClassVar[frozenset[str]] = frozenset()
+    shape_fields: ClassVar[frozenset[str]] = frozenset()
+    depth_fields: ClassVar[frozenset[str]] = frozenset()
+
+    def resolved(self, before: Config | None = None) -> ModelConfig:
+        """Return the settings, completed from the files that they name, such as a pretrained model's shape.
+
+        Args:
+            before: the model's settings in the run that is resumed; None for a new run.
+
+        Raises:
+            ConfigError: if a file cannot be read.
+        """
+        return self
+
+    def custom_layers(self) -> tuple[str, int] | None:
+        """Return the setting that is the number of decoder layers built by the part ``layer``, and this number.
+
+        None if the model builds all its layers itself.
+        """
+        return None
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """Return the stages of encoder and decoder that an objective can train; None if it can train the top only."""
+        return None
+
+    def own_vocabulary(self) -> Vocabulary | None:
+        """Return the vocabulary of the model's pretrained files; None if the data determines the vocabulary."""
+        return None
+
+    def check_data(self, tokenizer: DataVocabulary) -> None:
+        """Refuse data that does not fit the model's pretrained weights.
+
+        Args:
+            tokenizer: tokenizer of the data.
+
+        Raises:
+            ConfigError: if the data does not fit.
+        """
+
+    def check_bottom(self, bottom: Parts, where: str) -> None:
+        """Refuse to grow a model that cannot be the bottom of this one. Called if :attr:`grown_prefix` is set.
+
+        Args:
+            bottom: parts of the run to grow.
+            where: directory of that run, for messages.
+
+        Raises:
+            ConfigError: if its model cannot be the bottom.
+        """
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse a warm start from a run whose weights do not fit this model.
+
+        Args:
+            other: the model's settings in that run.
+            where: directory of that run, for messages.
+
+        Raises:
+            ConfigError: if settings that must be equal differ.
+        """
+
+    def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
+        """Return one phrase for each setting among ``keys`` that differs between this model and ``other``."""
+        here, there = self.model_dump(), other.model_dump()
+        return [
+            f"model.{key} is {there.get(key, 'unset')} there and {here.get(key, 'unset')} here"
+            for key in sorted(keys)
+            if there.get(key) != here.get(key)
+        ]
+
+    def composition_differences(self, other: ModelConfig) -> list[str]:
+        """Return one phrase for each differing setting that is not a learning, shape or depth field.
+
+        Such settings compose the same layers into a different network.
+        """
+        names = {key for each in (self, other) for key in each.model_dump()}
+        ignored = {
+            field for each in (self, other) for field in each.learning_fields | each.shape_fields | each.depth_fields
+        }
+        return self.differences(other, names - ignored)
+
+
+class LayerConfig(PartConfig):
+    """Settings of the decoder layers.
+
+    Attributes:
+        name: name of the layer in its registry.
+    """
+
+    name: str
+
+    def attends_to_source(self, number: int) -> bool:
+        """Return True if layer ``number``, counted from 1, has cross-attention."""
+        return True
+
+
+class LikelihoodConfig(PartConfig):
+    """Settings of a likelihood."""
+
+    def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
+        """Return True if training includes the exit (``encoder``, ``decoder``).
+
+        Args:
+            encoder: stage of the encoder, counted from 1.
+            decoder: stage of the decoder, counted from 1.
+            stages: numbers of stages of the model's encoder and decoder.
+        """
+        return (encoder, decoder) == stages
+
+
+class RegularizerConfig(PartConfig):
+    """Settings of a regularizer.
+
+    Attributes:
+        weight: factor of its value in the loss; 0 disables it.
+    """
+
+    weight: float
+
+
+class SearchConfig(PartConfig):
+    """Settings of a search.
+
+    Attributes:
+        name: name of the search in its registry.
+        left_to_right: True if the search decodes one token after another.
+        needs_exits: named exits that the model must have.
+        width_setting: setting that bounds the number of translations per sentence; None if there is only one.
+    """
+
+    name: str
+    left_to_right: ClassVar[bool] = True
+    needs_exits: ClassVar[tuple[str, ...]] = ()
+    width_setting: ClassVar[str | None] = None
+
+    @property
+    def width(self) -> int:
+        """Largest number of translations per sentence."""
+        return 1 if self.width_setting is None else int(getattr(self, self.width_setting))
+
+    def contradictions(self, parts: Parts) -> Iterable[str]:
+        """Refuse models without the exits in ``needs_exits``."""
+        if not set(self.needs_exits) <= set(parts.model.named_exits):
+            yield (
+                f"search.name={self.name} needs a model with the exits {' and '.join(self.needs_exits)}, but "
+                f"model.name={parts.model.name} does not have them; use another search"
+            )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The configured parts of one run.
+
+    Attributes:
+        model: settings of the model.
+        layer: settings of the decoder layers.
+        objective: settings of one likelihood and any number of regularizers, by name.
+        search: settings of the search.
+    """
+
+    model: ModelConfig
+    layer: LayerConfig
+    objective: Mapping[str, PartConfig]
+    search: SearchConfig
+
+    def contradictions(self) -> list[str]:
+        """Return one sentence for each combination of settings that has no meaning."""
+        each: list[PartConfig] = [self.model, self.layer, *self.objective.values(), self.search]
+        return [sentence for part in each for sentence in part.contradictions(self)]
+
+    def active_regularizers(self) -> dict[str, RegularizerConfig]:
+        """Return the regularizers whose weight is above 0, by name."""
+        found = {name: part for name, part in self.objective.items() if isinstance(part, RegularizerConfig)}
+        return {name: part for name, part in found.items() if part.weight > 0.0}

@@ -1,0 +1,98 @@
+"""Configuration of the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from deepspeed_nmt.kernels.backends import parse_setting
+from deepspeed_nmt.registry import Config
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def _recompute(value: object) -> object:
+    """Check a recomputation setting."""
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"must be auto or a whole number from 0 up, but is {value!r}")
+    return value
+
+
+def _kernels(value: object) -> object:
+    """Check the names of operations and backends."""
+    if isinstance(value, str):
+        parse_setting(value, "it")
+    return value
+
+
+KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
+Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types of the forward and backward pass, by precision."""
+
+
+class EngineConfig(Config):
+    """Settings of the engine that carries out updates."""
+
+    name: Literal["auto", "plain", "deepspeed"] = Field(
+        default="auto", description="plain (torch alone) or deepspeed; auto: deepspeed on several ranks, plain on one"
+    )
+    ds_config: str = Field(
+        default="zero2", description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json"
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda if there is a GPU, else cpu"
+    )
+    deterministic: bool = Field(
+        default=False, description="bit-identical results on a GPU too, at some cost in speed"
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="size of a tensor-parallel group, whose ranks hold slices of one copy of the model",
+    )
+    recompute_encoder: Recompute = Field(
+        default=0,
+        description="recompute the activations of every k-th encoder layer in the backward pass, to save memory: "
+        "1: all layers; 0: none; auto: as few as fit",
+    )
+    recompute_decoder: Recompute = Field(default=0, description="as recompute_encoder, for decoder layers")
+    memory_gib: float = Field(
+        default=0.0, ge=0.0, description="memory per GPU that auto may use, in GiB; 0: all of it (required on a CPU)"
+    )
+    kernels: KernelsSetting = Field(
+        default="auto",
+        description="backends of fused operations: auto, torch, triton, apex, or operation=backend,... such as "
+        "softmax=torch",
+    )
+    attention: Literal["auto", "sdpa", "fused"] = Field(
+        default="auto",
+        description="sdpa: torch's kernels that never store attention weights; fused: matrix products and a fused "
+        "softmax; auto: sdpa if torch has such a kernel",
+    )
+    silent_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        description="seconds without a heartbeat after which a rank is considered lost and all ranks end; 0: never",
+    )
+    stuck_s: float = Field(
+        default=600.0,
+        gt=0.0,
+        description="time limit of a micro-batch in seconds; a rank that exceeds it is considered stuck and all "
+        "ranks end",
+    )
+    timeout_s: float = Field(
+        default=1800.0,
+        gt=0.0,
+        description="time limit in seconds of waiting for another rank, and of saving or validating",
+    )
+
+
+def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:
+    """Return True if a run on ``ranks`` ranks uses DeepSpeed, False if it uses plain torch."""
+    return config.name == "deepspeed" or (config.name == "auto" and ranks > 1)

@@ -1,0 +1,210 @@
+"""Scores of translation files: reading, warnings, and a report on each hypothesis."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.bleu import (
+    BleuDetail,
+    Comparison,
+    Scores,
+    TokenisedBleu,
+    corpus_scores,
+    paired_bootstrap,
+    tokenised_bleu,
+)
+
+COPIES_WORTH_A_WARNING = 0.1
+"""Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
+TOKENISED_LINES_WORTH_A_WARNING = 0.3
+"""Share of lines ending in " ." that causes a warning: plain text has no space before a full stop."""
+MAX_LINES_OF_A_TEST = 50_000
+"""Bound on a significance test: the resamples of more lines would not fit into the memory of a common machine."""
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """Sentences of aligned files, by the names that the user gave.
+
+    Attributes:
+        hypotheses: translations to score.
+        references: reference translations.
+        source: source text; None if it is not given.
+    """
+
+    hypotheses: Mapping[str, list[str]]
+    references: Mapping[str, list[str]]
+    source: list[str] | None
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """Scores of one hypothesis file, and signs that they are doubtful.
+
+    Attributes:
+        hypothesis: name of the file.
+        scores: its scores.
+        empty: number of empty lines.
+        copies: number of copies of the source; None without a source.
+        comparison: comparison with the first hypothesis; None for the first, and without a test.
+    """
+
+    hypothesis: str
+    scores: Scores | TokenisedBleu
+    empty: int
+    copies: int | None
+    comparison: Comparison | None
+
+
+def read_sentences(name: str) -> list[str]:
+    """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks.
+
+    Raises:
+        DataError: if the file cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path"
+        ) from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{shown_name(name)} must be UTF-8, but line {line:,} holds the invalid byte "
+            f"0x{data[error.start]:02x}; convert it, for example with iconv, or fix that line"
+        ) from error
+    if not text.strip():
+        raise DataError(f"{shown_name(name)} must hold one sentence a line, but is empty; check the path")
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def score_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> list[ScoreReport]:
+    """Score every hypothesis, and compare the later ones with the first."""
+    score = tokenised_bleu if tokenised else corpus_scores
+    systems = list(inputs.hypotheses.values())
+    references = list(inputs.references.values())
+    comparisons: list[Comparison | None] = [None] * len(systems)
+    if len(systems) > 1:
+        if len(systems[0]) <= MAX_LINES_OF_A_TEST:
+            comparisons[1:] = paired_bootstrap(systems, references, tokenised=tokenised, lowercase=lowercase)
+        else:
+            logger.warning(
+                "no significance test: it takes at most %s lines, but there are %s; give a part of them",
+                f"{MAX_LINES_OF_A_TEST:,}",
+                f"{len(systems[0]):,}",
+            )
+    return [
+        ScoreReport(
+            hypothesis=name,
+            scores=score(sentences, references, lowercase=lowercase),
+            empty=sum(not sentence.strip() for sentence in sentences),
+            copies=_copies(sentences, inputs.source),
+            comparison=comparison,
+        )
+        for (name, sentences), comparison in zip(inputs.hypotheses.items(), comparisons, strict=True)
+    ]
+
+
+def _copies(sentences: list[str], source: list[str] | None) -> int | None:
+    """Count hypotheses that equal their source sentence; None without a source."""
+    if source is None:
+        return None
+    pairs = zip(sentences, source, strict=True)
+    return sum(bool(sentence.strip()) and sentence.strip() == original.strip() for sentence, original in pairs)
+
+
+def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
+    """Warn of lines that make a score doubtful."""
+    for name, sentences in {**inputs.hypotheses, **inputs.references}.items():
+        file, total = shown_name(name), f"{len(sentences):,}"
+        empty = sum(not sentence.strip() for sentence in sentences)
+        if empty:
+            logger.warning("%s: %s of %s lines are empty", file, f"{empty:,}", total)
+        segmented = sum("@@ " in sentence for sentence in sentences)
+        if segmented:
+            logger.warning("%s: %s of %s lines hold `@@ `; --segmented joins them", file, f"{segmented:,}", total)
+        periods = sum(sentence.endswith(" .") for sentence in sentences)
+        if not tokenised and periods >= TOKENISED_LINES_WORTH_A_WARNING * len(sentences):
+            logger.warning(
+                "%s: %s of %s lines end in ' .' and look tokenised, but sacreBLEU is for plain text; detokenise it, "
+                "or give --tokenised for the older papers' BLEU",
+                file,
+                f"{periods:,}",
+                total,
+            )
+
+
+def warn_of_copies(report: ScoreReport, lines: int) -> None:
+    """Warn of a model that copies its source, or of a wrong file."""
+    if report.copies is not None and report.copies >= COPIES_WORTH_A_WARNING * lines:
+        logger.warning(
+            "%s: %s of %s lines are copies of the source; is it the right file, and does the model translate?",
+            shown_name(report.hypothesis),
+            f"{report.copies:,}",
+            f"{lines:,}",
+        )
+
+
+def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
+    """Return the report as text: each score with its components, and its signature below it."""
+    lines = [shown_name(report.hypothesis)] if len(inputs.hypotheses) > 1 else []
+    scores = report.scores
+    if isinstance(scores, Scores):
+        lines += [f"sacreBLEU = {scores.bleu:.2f} ({scores.bleu_detail})", f"  {scores.bleu_signature}"]
+        lines += [f"chrF2 = {scores.chrf:.2f}", f"  {scores.chrf_signature}"]
+    else:
+        lines += [f"{scores.label} = {scores.bleu:.2f} ({scores.detail})", f"  {scores.signature}"]
+    if report.comparison is not None:
+        first = shown_name(next(iter(inputs.hypotheses)))
+        lines += [
+            f"BLEU against {first}: {report.comparison.difference:+.2f}, 95% interval "
+            f"[{report.comparison.interval[0]:+.2f}, {report.comparison.interval[1]:+.2f}] "
+            f"(p = {report.comparison.p_value:.4f})",
+            f"  {report.comparison.signature}",
+        ]
+    if report.copies is not None:
+        sentences = len(inputs.hypotheses[report.hypothesis])
+        lines.append(f"copies of the source: {report.copies:,} of {sentences:,} lines")
+    return "\n".join(lines)
+
+
+def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
+    """Return the report as JSON, with unrounded scores; values that were not requested are left out."""
+    scores = report.scores
+    values: dict[str, object] = {
+        "hypothesis": report.hypothesis,
+        "references": list(inputs.references),
+        "lines": len(inputs.hypotheses[report.hypothesis]),
+        "empty_lines": report.empty,
+    }
+    if isinstance(scores, Scores):
+        values["bleu"] = _bleu_values(scores.bleu, scores.bleu_detail, scores.bleu_signature)
+        values["chrf"] = {"score": scores.chrf, "signature": scores.chrf_signature}
+    else:
+        values["tokenised_bleu"] = {
+            "label": scores.label,
+            **_bleu_values(scores.bleu, scores.detail, scores.signature),
+        }
+    if report.copies is not None:
+        values["source_copies"] = report.copies
+    if report.comparison is not None:
+        values["comparison"] = {"baseline": next(iter(inputs.hypotheses)), **asdict(report.comparison)}
+    return json.dumps(values, ensure_ascii=False)
+
+
+def _bleu_values(score: float, detail: BleuDetail, signature: str) -> dict[str, object]:
+    return {"score": score, **asdict(detail), "signature": signature}
+
+
+def shown_name(name: str) -> str:
+    """Return a file's name for messages."""
+    return "standard input" if name == "-" else name

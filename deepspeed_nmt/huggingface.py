@@ -1,0 +1,151 @@
+"""Pretrained BERTs: shapes, weights and tokenizers, loaded through `transformers`.
+
+A BERT is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
+optional package; this one imports it when a function is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deepspeed_nmt.errors import ConfigError
+
+EXTRA = "pip install 'transformers>=5,<6'"
+"""Command that installs `transformers`, for messages."""
+SPECIAL = ("pad", "cls", "sep", "unk", "mask")
+"""Names of a BERT's special tokens."""
+
+
+class TokenizerFile(NamedTuple):
+    """Tokenizer of a BERT.
+
+    Attributes:
+        content: JSON of the tokenizer, in the format of `tokenizers`.
+        special: numbers of the special tokens, by the names in :data:`SPECIAL`.
+        size: number of tokens.
+    """
+
+    content: str
+    special: dict[str, int]
+    size: int
+
+
+def load_shape(name: str, option: str) -> dict[str, Any]:
+    """Load the shape of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        A mapping with the keys dim, layers, heads, ffn_dim, positions, norm_eps and activation.
+
+    Raises:
+        ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
+    """
+    config = _load("AutoConfig", name, option, "config.json")
+    if config.model_type != "bert":
+        raise ConfigError(f"{option} must be a BERT, but {name} has model_type={config.model_type}; name another")
+    if config.hidden_act not in ("gelu", "relu"):
+        raise ConfigError(f"{option} must have hidden_act gelu or relu, but that of {name} is {config.hidden_act}")
+    if not config.tie_word_embeddings:
+        raise ConfigError(f"{option} must have an output matrix tied to its embeddings, but that of {name} is not")
+    return {
+        "dim": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "ffn_dim": config.intermediate_size,
+        "positions": config.max_position_embeddings,
+        "norm_eps": config.layer_norm_eps,
+        "activation": config.hidden_act,
+    }
+
+
+def load_weights(name: str, option: str) -> dict[str, Tensor]:
+    """Load the weights of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+
+    Returns:
+        The weights in fp32, by their names in BertForMaskedLM of `transformers`. The head is absent if the model was
+        saved without it.
+
+    Raises:
+        ConfigError: if the weights cannot be loaded, or some are missing.
+    """
+    load_shape(name, option)
+    model, info = _load("BertForMaskedLM", name, option, "weights", output_loading_info=True)
+    missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
+    if missing or info["mismatched_keys"]:
+        first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
+        raise ConfigError(f"{option} must have all weights of a BERT, but {name} lacks {first}; name another")
+    weights: dict[str, Tensor] = model.float().state_dict()
+    return {key: weight for key, weight in weights.items() if not (info["missing_keys"] and key.startswith("cls."))}
+
+
+def load_vocabulary(name: str, option: str) -> TokenizerFile:
+    """Load the tokenizer of a BERT.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
+    """
+    tokenizer = _load("AutoTokenizer", name, option, "tokenizer")
+    numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
+    special = {each: int(number) for each, number in numbers.items() if number is not None}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    lacking = [each.upper() for each in SPECIAL if each not in special]
+    if backend is None or lacking or backend.get_vocab_size() <= len(SPECIAL):
+        what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
+        raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
+    return TokenizerFile(backend.to_str(), special, backend.get_vocab_size())
+
+
+def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
+    """Load an object through ``from_pretrained`` of a class of `transformers`, without its log and progress bars.
+
+    Args:
+        kind: name of the class.
+        name: a folder, or a name on the hub.
+        option: setting or option that contains the name, for messages.
+        what: content that is loaded, for messages.
+        options: further arguments of ``from_pretrained``.
+
+    Raises:
+        ConfigError: if `transformers` is not installed, or the object cannot be loaded.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs the package transformers, which is not installed; install it ({EXTRA})"
+        ) from error
+    local = Path(name).expanduser()
+    # "berts/de" is a name on the hub, unless there is a folder "berts".
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and local.parent.is_dir())
+    if not local.is_dir() and (looks_local or local.exists()):
+        raise ConfigError(
+            f"{option} must be a folder or a name on the Hugging Face hub, but there is no folder {name}"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    load: Callable[..., Any] = getattr(transformers, kind).from_pretrained
+    try:
+        if local.is_dir():
+            return load(str(local), local_files_only=True, **options)
+        return load(name, **options)
+    except Exception as error:  # a damaged file can raise any error
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "
+            f"could not be loaded: {reason or type(error).__name__}"
+        ) from error

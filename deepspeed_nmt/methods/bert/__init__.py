@@ -1,0 +1,1 @@
+"""Settings, layers and pretrained weights of models that consist of two BERTs."""

@@ -1,0 +1,174 @@
+"""Run directories.
+
+Files of a run:
+
+config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*
+metrics.jsonl  tensorboard/  checkpoints/  logs/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.parts import LikelihoodConfig
+from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.run.environment import environment
+from deepspeed_nmt.train.store import CheckpointStore
+
+CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
+LOGS = "logs"
+"""Log of each rank, over all restarts."""
+ORIGIN_FILE = "origin.json"
+"""File that records the run of a warm start."""
+
+_FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
+"""Settings that cannot change once the run has a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An existing run, opened for reading.
+
+    Attributes:
+        path: run directory.
+        config: settings of the run.
+        tokenizer: tokenizer of the run.
+    """
+
+    path: Path
+    config: RunConfig
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, path: Path, option: str = "--run") -> Run:
+        """Open the directory of a run for reading.
+
+        Args:
+            path: run directory.
+            option: option by which the user named it, for messages.
+
+        Raises:
+            ConfigError: if it is no run directory.
+        """
+        if not (path / CONFIG_FILE).is_file():
+            what = "has no config.yaml" if path.is_dir() else "does not exist"
+            raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
+        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path))
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """Checkpoints of the run."""
+        training = self.config.training
+        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+
+    def model(self, which: str) -> TranslationModel:
+        """Build the model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
+        checkpoint = self.checkpoints.open(which)
+        model = build_model(self.config, self.tokenizer.vocabulary)
+        checkpoint.load_into(model)
+        logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
+        return model.eval()
+
+    def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
+        """Return True if the run's objective trains an exit of its model.
+
+        Args:
+            exit: name of the exit. Exits without numbers, such as those of a grown model, are always trained.
+            stages: number of stages of the encoder and of the decoder.
+        """
+        encoder, numbered, decoder = exit.partition("-")
+        if not numbered:
+            return True
+        likelihoods = [part for part in self.config.objective.values() if isinstance(part, LikelihoodConfig)]
+        return any(part.trains_exit(int(encoder), int(decoder), stages) for part in likelihoods)
+
+
+def has_begun(path: Path) -> bool:
+    """Return True if a run has a checkpoint. Until then, all its settings can change."""
+    return (path / CONFIG_FILE).is_file() and bool(CheckpointStore(path / CHECKPOINTS).names())
+
+
+def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
+    """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
+
+    Args:
+        path: run directory.
+        config: settings of the run.
+        data: data to train on.
+
+    Raises:
+        ConfigError: if a setting has changed that cannot change; all of them are listed.
+        DataError: if the data has changed.
+    """
+    if not has_begun(path):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ORIGIN_FILE).unlink(missing_ok=True)
+        data.tokenizer().save(path)
+        atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
+        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
+    else:
+        _check_same(path, config, data)
+        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
+    atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+
+
+def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
+    recorded = read_record(path / DATA_FILE, ("path", "fingerprint"))
+    if recorded["fingerprint"] != data.fingerprint:
+        raise DataError(
+            f"{data.path} must hold the data that {path} began with (from {recorded['path']}), but it has changed; "
+            "restore it, or start a new run with another --run directory"
+        )
+    before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
+    now = _flat(config.model_dump(mode="json"))
+    problems = [
+        f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
+        "start a new run instead"
+        for key in sorted(before.keys() | now.keys())
+        if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """Read a JSON file of a run.
+
+    Args:
+        file: to read.
+        keys: keys that it must have.
+
+    Raises:
+        DataError: if it is missing, cannot be read, or lacks a key.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return {**content, **{key: content[key] for key in keys}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "is not" if file.is_file() else "is missing"
+        raise DataError(
+            f"{file} must be what `train` wrote when the run began, but {what}; restore it from a copy, or start a "
+            f"new run with another --run directory (--init-from {file.parent} takes over the weights)"
+        ) from error
+
+
+def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested settings as section.key: value."""
+    flat: dict[str, object] = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

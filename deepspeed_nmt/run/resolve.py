@@ -1,0 +1,203 @@
+"""Settings of a run, resolved once before anything is built: values that depend on the machine or the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.engine.config import DTYPES
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.kernels.backends import OPERATIONS
+from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.parallel.agreement import fail_together
+from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.advice import GIB
+from deepspeed_nmt.planning.gpus import Gpu
+from deepspeed_nmt.planning.memory import Recompute
+from deepspeed_nmt.planning.planner import Planner
+
+RESOLVED_FILE = "resolved.json"
+"""File with the resolved settings of the last start."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Settings of a run with all automatic values decided.
+
+    Attributes:
+        config: settings of the user, completed from files that they name.
+        vocabulary: vocabulary of the data.
+        engine: precision, clipping and DeepSpeed's configuration.
+        recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
+        kernels: kernels of the fused operations.
+        backends: description of the kernels chosen on this rank's device, for the log.
+    """
+
+    config: RunConfig
+    vocabulary: Vocabulary
+    engine: EngineSettings
+    recompute: Recompute
+    kernels: Kernels
+    backends: str
+
+    def __str__(self) -> str:
+        stage = self.engine.zero_stage
+        parts = [
+            "plain torch" if stage is None else f"DeepSpeed ZeRO-{stage}",
+            self.engine.precision,
+            f"kernels: {self.backends}",
+        ]
+        if any(self.recompute):
+            parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
+        return "; ".join(parts)
+
+    def save(self, run: Path) -> None:
+        """Write RESOLVED_FILE."""
+        content = {
+            "engine": "plain" if self.engine.ds_config is None else "deepspeed",
+            "precision": self.engine.precision,
+            "ds_config": self.engine.ds_config,
+            "recompute_encoder": self.recompute[0],
+            "recompute_decoder": self.recompute[1],
+            "kernels": self.backends,
+        }
+        atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
+
+
+def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed: bool) -> ResolvedRun:
+    """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
+
+    Args:
+        config: settings of the user.
+        data: data to train on.
+        world: the ranks.
+        resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
+
+    Raises:
+        ConfigError: if a setting cannot be respected on this machine.
+        DataError: if the data does not fit the model.
+    """
+    with fail_together(world):
+        vocabulary = data.tokenizer().vocabulary
+        engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
+        _check_data(config, vocabulary, data, resumed=resumed)
+        kernels = build_kernels(config)
+    # Some operations run in fp32, too: under autocast, and in validation.
+    kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
+    with fail_together(world):
+        recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
+    backends = kernels.describe(world.device, DTYPES[engine.precision])
+    return ResolvedRun(config, vocabulary, engine, recompute, kernels, backends)
+
+
+def make_planner(
+    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, ranks: int, kernels: Kernels
+) -> Planner:
+    """Return a planner of a run.
+
+    Args:
+        config: of the run.
+        vocabulary: of the data.
+        engine: resolved settings.
+        ranks: GPUs.
+        kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
+
+    Raises:
+        ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
+    """
+    model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
+    return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks)
+
+
+def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
+    """Return kernels that all ranks have: if any rank lacks one, all ranks fall back to torch for its operation.
+
+    Otherwise ranks that share a model would draw different dropout masks.
+
+    Args:
+        kernels: kernels of the run.
+        world: the ranks.
+        dtypes: dtypes to compute in.
+
+    Raises:
+        ConfigError: on all ranks, if a backend that the settings name is not available on one.
+    """
+    with fail_together(world):
+        chosen = [kernels.choices(world.device, dtype) for dtype in dtypes]
+        plain = {name: float(any(each[name] == "torch" for each in chosen)) for name in OPERATIONS}
+    counts = sum_over_ranks(plain, world)
+    differing = [operation for operation, count in counts.items() if 0.0 < count < world.ranks]
+    if not differing:
+        return kernels
+    logger.warning("%s: all ranks fall back to torch, because some have no other kernel", ", ".join(differing))
+    return kernels.fall_back_to_torch(differing)
+
+
+def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, *, resumed: bool) -> None:
+    """Check that the model can be trained on the data.
+
+    Raises:
+        ConfigError: if pretrained weights have another vocabulary.
+        DataError: if a sentence is longer than the model can read.
+    """
+    if not resumed:
+        config.model.check_data(data.tokenizer())
+    model = build_meta_model(config, vocabulary)
+    bounds = {"source": model.longest_source, "target": model.longest_target}
+    for split in ("train", "valid"):
+        corpus = data.corpus(split)
+        sides = zip(bounds.items(), (corpus.source_lengths, corpus.target_lengths), strict=True)
+        for (side, bound), lengths in sides:
+            if bound is not None and int(lengths.max()) > bound:
+                remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
+                raise DataError(
+                    f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
+                    f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
+                )
+
+
+def resolve_recomputation(
+    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, world: World, kernels: Kernels
+) -> Recompute:
+    """Return every k-th encoder and decoder layer to recompute: the settings, or for "auto" as few layers as fit.
+
+    Raises:
+        ConfigError: if a setting is "auto" on a CPU, and ``engine.memory_gib`` is not set.
+    """
+    sides = (config.engine.recompute_encoder, config.engine.recompute_decoder)
+    if "auto" not in sides:
+        return sides  # type: ignore[return-value]
+    gib = config.engine.memory_gib
+    if not gib and world.device.type == "cuda":
+        gib = Gpu("this", torch.cuda.get_device_properties(world.device).total_memory / GIB, 0.0).usable_gib
+    if not gib:
+        raise ConfigError(
+            "engine.recompute_encoder or engine.recompute_decoder is auto, which needs the size of the memory; set "
+            "engine.memory_gib, or give numbers"
+        )
+    capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else None
+    planned = kernels.planned_for(capability)
+    plan = make_planner(config, vocabulary, engine, world.ranks, planned).as_set(gib)
+    if world.is_main:
+        logger.info(
+            "engine.recompute_encoder=%d engine.recompute_decoder=%d: a micro-batch of %d tokens then takes %.2f of "
+            "%.2f usable GiB%s",
+            *plan.recompute,
+            plan.micro_tokens,
+            plan.total / GIB,
+            gib,
+            "" if plan.fits(gib) else ", which does not fit",
+        )
+    return plan.recompute

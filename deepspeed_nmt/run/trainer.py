@@ -1,0 +1,213 @@
+"""Training of a run: a session is built, from the newest checkpoint or from the start, and passed to the loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepspeed_nmt.build import build_meta_model, build_model, build_objective
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods import collapse_remedies
+from deepspeed_nmt.parallel.agreement import fail_together
+from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.launched import once_per_host
+from deepspeed_nmt.parallel.tensor import parallelize
+from deepspeed_nmt.parallel.watchdog import Watchdog
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.gpus import kind_of
+from deepspeed_nmt.planning.memory import count_rates
+from deepspeed_nmt.run.directory import CHECKPOINTS
+from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
+from deepspeed_nmt.run.validator import ModelValidator
+from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.loop import train
+from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.optimizer import build_optimizer
+from deepspeed_nmt.train.out_of_memory import probe
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.session import Session
+from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.train.throughput import Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be trained by these ranks.
+
+    Attributes:
+        path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
+        config: settings of the run.
+        data: data to train on.
+        origin: run of a warm start; None for random or pretrained weights.
+        world: the ranks.
+        stop: request to stop, by a user or a scheduler.
+        watchdog: monitor of the ranks, which records the work of this rank.
+    """
+
+    path: Path
+    config: RunConfig
+    data: DataDirectory
+    origin: Origin | None
+    world: World
+    stop: StopRequest
+    watchdog: Watchdog
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Checkpoints of the run."""
+        training = self.config.training
+        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+
+
+def train_run(job: Job) -> Progress:
+    """Train until the end or a requested stop, and return the progress. A rollback is followed by a resume."""
+    resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
+    logger.info("%s", resolved)
+    if job.world.is_main:
+        resolved.save(job.path)
+    while (progress := _resume_or_start(job, resolved)) is None:
+        job.watchdog.at("rolling back", slow=True)
+        gc.collect()  # frees the engine and its tensors
+        if job.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return progress
+
+
+def _resume_or_start(job: Job, resolved: ResolvedRun) -> Progress | None:
+    """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
+    checkpoint = _newest_checkpoint(job.store, job.world)
+    progress = Progress() if checkpoint is None else checkpoint.progress
+    with _session(job, resolved, checkpoint, progress) as session:
+        return train(session, progress)
+
+
+@contextmanager
+def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress) -> Iterator[Session]:
+    """Build the session, and close its files and its engine at the end."""
+    config, data, world, vocabulary = resolved.config, job.data, job.world, resolved.vocabulary
+    objective = build_objective(config, vocabulary)
+    with fail_together(world):
+        corpus = data.corpus("train")
+        seed = config.training.seed
+        loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
+        model = _initial_model(job, resolved, checkpoint)
+        copy = build_model(config, vocabulary, resolved.kernels)  # unsharded, for validation
+    optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
+    with once_per_host():
+        dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
+        engine = build_engine(resolved.engine, module, optimizer, world, dummy)
+    _log_sizes(copy, loader, engine, world)
+    replica = Replica(copy, engine)
+    probe(config.training.probe, engine, loader)
+    if checkpoint is not None:
+        engine.restore(checkpoint, checkpoint.scalars)
+        logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
+    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
+    with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
+        yield Session(
+            config=config.training,
+            optimizer=config.optimizer,
+            schedule=config.schedule,
+            engine=engine,
+            loader=loader,
+            validator=ModelValidator(replica, objective, data, valid, config.validation, config.search, world),
+            monitor=CollapseMonitor(
+                config.collapse,
+                2 * config.schedule.warmup_updates,
+                valid,
+                replica,
+                objective,
+                world,
+                collapse_remedies(),
+            ),
+            store=job.store,
+            metrics=metrics,
+            world=world,
+            stop=job.stop,
+            watchdog=job.watchdog,
+            workload=_workload(resolved, objective, world),
+        )
+    engine.close()
+
+
+def _newest_checkpoint(store: CheckpointStore, world: World) -> Checkpoint | None:
+    """Return the newest good checkpoint. Rank 0 finds it and verifies its hashes; other ranks open the same one."""
+    found = None
+    with fail_together(world):
+        if world.is_main:
+            if store.names():
+                logger.info("checking and reading the newest checkpoint in %s", store.directory)
+            found = store.newest()
+    name = from_main(found.path.name if found is not None else "", world)
+    with fail_together(world):
+        return Checkpoint(store.directory / name, verify=False) if name and found is None else found
+
+
+def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None) -> TranslationModel:
+    """Build the model with the weights that the run resumes or starts with, sliced over the ranks that share it.
+
+    Raises:
+        ConfigError: if frozen parts would keep random weights.
+    """
+    model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
+    model.recompute(*resolved.recompute)
+    if checkpoint is not None:
+        checkpoint.load_into(model)
+    elif job.origin is not None:
+        origin = warm_start(model, resolved.config, job.origin, job.data)
+        if job.world.is_main:
+            write_origin(job.path, origin)
+    elif not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "this model has frozen parts, which need trained weights; give their run with --grow-from RUN"
+        )
+    parallelize(model, job.world)
+    return model
+
+
+def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, world: World) -> None:
+    count = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    logger.info(
+        "%s parameters%s; %s pairs, %d updates an epoch; %d x %s; %s",
+        f"{count:,}",
+        "" if trained == count else f", {trained:,} of them trained",
+        f"{len(loader.corpus):,}",
+        loader.updates_per_epoch(),
+        world.ranks,
+        world.device.type,
+        type(engine).__name__,
+    )
+
+
+def _workload(resolved: ResolvedRun, objective: Objective, world: World) -> Workload | None:
+    """Count the cost of training; return None on CPUs, on GPUs of unknown peak, and on ranks that do not log."""
+    if world.device.type != "cuda" or not world.is_main:
+        return None
+    name = torch.cuda.get_device_name(world.device)
+    kind = kind_of(name)
+    if kind is None:
+        logger.info("perf/mfu is not logged: the peak of %s is not known", name)
+        return None
+    model = build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)
+    rates = count_rates(model, objective, resolved.vocabulary)
+    return Workload(rates.source, rates.target, kind.tflops * 1e12)

@@ -1,0 +1,105 @@
+"""Validation during training: loss with teacher forcing, and BLEU of the translations."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from deepspeed_nmt.config import ValidationConfig
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
+from deepspeed_nmt.files import text_lines
+from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.search import SearchConfig
+from deepspeed_nmt.search.translate import translate_lines
+from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.session import Validation
+
+
+class ModelValidator:
+    """Validator of a model by loss and BLEU.
+
+    The weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
+
+    Args:
+        replica: unsharded copy of the model.
+        objective: objective of the run.
+        data: data directory with the raw validation text.
+        validation: validation set in batches.
+        config: settings of validation.
+        search: the search and its settings.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        objective: Objective,
+        data: DataDirectory,
+        validation: ValidationSet,
+        config: ValidationConfig,
+        search: SearchConfig,
+        world: World,
+    ) -> None:
+        self._replica = replica
+        self._objective = objective
+        self._validation = validation
+        self._tokenizer = data.tokenizer()
+        self._config = config
+        self._search = search
+        self._world = world
+        with data.text("valid", "source").open("rb") as stream:
+            self._sources = list(text_lines(stream))
+        with data.text("valid", "target").open("rb") as stream:
+            self._references = [self._tokenizer.reference(line) for line in text_lines(stream)]
+
+    def __call__(self, update: int) -> Validation:
+        """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
+        with self._replica.at(update) as model:
+            values = self._loss(model)
+            if self._config.bleu:
+                values["valid/bleu"] = self._bleu(model)
+        score = (
+            values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -values["valid/loss"]
+        )
+        return Validation(values, score)
+
+    def _loss(self, model: TranslationModel) -> dict[str, float]:
+        sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
+        for batch in self._validation.batches():
+            with torch.no_grad():
+                output = self._objective(model, batch.to(self._world.device))
+            sums["loss"] += float(output.loss)
+            sums["nll"] += float(output.nll)
+            sums["tokens"] += batch.target_tokens
+        total = sum_over_ranks(sums, self._world)
+        nll = total["nll"] / total["tokens"]
+        return {
+            "valid/loss": total["loss"] / total["tokens"],
+            "valid/nll": nll,
+            "valid/ppl": math.exp(min(nll, 100.0)),
+        }
+
+    def _bleu(self, model: TranslationModel) -> float:
+        count = min(len(self._sources), self._config.max_sentences or len(self._sources))
+        # Each rank takes every ranks-th sentence, so that all have similar work; the order is restored below.
+        mine = range(self._world.rank, count, self._world.ranks)
+        translations = translate_lines(
+            model,
+            self._tokenizer,
+            (self._sources[index] for index in mine),
+            self._search,
+            max_tokens=self._config.max_tokens,
+            device=self._world.device,
+        )
+        pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
+        hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]
+        references = [self._references[:count]]
+        if self._tokenizer.segmented:
+            return tokenised_bleu(hypotheses, references).bleu
+        return corpus_scores(hypotheses, references).bleu

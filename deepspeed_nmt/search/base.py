@@ -1,0 +1,42 @@
+"""The interface of all searches.
+
+Legend: B sentences, S source length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished translation.
+
+    Attributes:
+        tokens: tokens without BOS and EOS.
+        score: number by which a search ranks hypotheses; the higher the better.
+        log_prob: log-probability (nats) of the tokens and the EOS after them.
+    """
+
+    tokens: list[int]
+    score: float
+    log_prob: float
+
+
+class Search(Protocol):
+    """A search for translations with one model, which must be in eval mode."""
+
+    def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
+        """Translate a batch of sentences.
+
+        Args:
+            source_BS: source tokens on the model's device, each row ending in EOS, padded on the right.
+            padded: False promises that no position is padding.
+
+        Returns:
+            For each sentence at least one hypothesis, best first.
+        """
+        ...

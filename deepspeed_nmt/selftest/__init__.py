@@ -1,0 +1,1 @@
+"""Comparison of engines and layouts on this machine, with small models of every method."""

@@ -1,0 +1,114 @@
+"""Running out of memory: tested before the first update, and explained wherever it happens."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.errors import TrainingError
+
+Probe = Literal["auto", "always", "never"]
+
+_SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+"""Phrases in messages of errors that have no class of their own."""
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process in GiB: on its GPU, or in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def probe(wanted: Probe, engine: Engine, loader: TrainLoader) -> None:
+    """Run the largest expected micro-batch, so that a run does not fail for lack of memory after days.
+
+    Nothing changes: a run is the same to the bit with and without it. It must precede :meth:`Engine.restore`. All
+    ranks call it together.
+
+    Args:
+        wanted: auto runs it on GPUs only.
+        engine: not yet restored.
+        loader: of the run.
+
+    Raises:
+        TrainingError: if the micro-batch does not fit.
+    """
+    device = engine.device
+    if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
+        return
+    started = time.monotonic()
+    batch = loader.largest()
+    hint = "; training.probe=never starts without this test"
+    with explained("the largest expected micro-batch", [batch], device, hint):
+        engine.probe(batch)
+    logger.info(
+        "largest micro-batch: %d rows x %d tokens; peak memory %.1f GiB%s (tested in %.1f s)",
+        batch.rows,
+        batch.longest,
+        peak_memory_gib(device),
+        f" of {_capacity_gib(device):.1f}" if device.type == "cuda" else " of RAM, the program included",
+        time.monotonic() - started,
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def explained(what: str, micro_batches: Sequence[Batch], device: torch.device, hint: str = "") -> Iterator[None]:
+    """Turn an out-of-memory error of the block into a message with sizes and settings to change.
+
+    Args:
+        what: the work in the block, which begins the message.
+        micro_batches: of that work.
+        device: that runs out of memory.
+        hint: a further remedy, which ends the message.
+
+    Raises:
+        TrainingError: if memory runs out.
+    """
+    try:
+        yield
+    except Exception as error:  # DeepSpeed, NCCL and CUDA libraries have errors of their own for it
+        if not out_of_memory(error):
+            raise
+        largest = max(micro_batches, key=lambda batch: batch.padded_tokens)
+        name = "RAM"
+        if device.type == "cuda":
+            name = f"{torch.cuda.get_device_name(device)}, which has {_capacity_gib(device):.1f} GiB"
+        raise TrainingError(
+            f"{what} must fit into {name}, but memory ran out with {largest.rows} rows x {largest.longest} tokens, "
+            f"{largest.padded_tokens} of batch.micro_tokens ({_first_line(error)}). Lower batch.micro_tokens (the "
+            "updates stay the same), recompute layers (engine.recompute_decoder=1 engine.recompute_encoder=1), or "
+            "with several GPUs divide the model's state (engine.ds_config=zero2 or zero3) or its matrices "
+            f"(engine.tensor_parallel=2){hint}"
+        ) from error
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that caused it, is an out-of-memory error."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _capacity_gib(device: torch.device) -> float:
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,106 @@
+"""Session: the objects that the training loop needs, and the settings of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import Field
+
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.parallel.watchdog import Watchdog
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
+from deepspeed_nmt.train.out_of_memory import Probe
+from deepspeed_nmt.train.signals import StopRequest
+from deepspeed_nmt.train.store import CheckpointStore
+from deepspeed_nmt.train.throughput import Workload
+
+
+class TrainingConfig(Config):
+    """Length of training, and intervals of logging, validation and checkpoints."""
+
+    seed: int = Field(default=1, ge=0, description="seed of initial weights, data order, and dropout")
+    max_updates: int = Field(default=100_000, ge=1, description="number of updates after which training ends")
+    max_epochs: int = Field(default=0, ge=0, description="number of epochs after which training ends; 0: no limit")
+    log_every: int = Field(default=100, ge=1, description="updates between lines of the log")
+    validate_every: int = Field(default=0, ge=0, description="updates between validations; 0: once an epoch")
+    save_every: int = Field(default=0, ge=0, description="updates between checkpoints; 0: with each validation")
+    keep_last: int = Field(default=5, ge=1, description="number of newest checkpoints to keep")
+    keep_best: bool = Field(default=True, description="also keep the best checkpoint")
+    patience: int = Field(
+        default=0, ge=0, description="early stopping: validations without a better score that end training; 0: off"
+    )
+    max_skipped: int = Field(
+        default=20, ge=1, description="updates in a row without a finite gradient that cause a rollback"
+    )
+    max_rollbacks: int = Field(
+        default=2, ge=0, description="rollbacks in a row that may fail to pass the same update; then the run stops"
+    )
+    spike_factor: float = Field(
+        default=0.0, ge=0.0, description="warn of a loss above this multiple of the median of 100 updates; 0: off"
+    )
+    probe: Probe = Field(
+        default="auto",
+        description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
+    )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Result of a validation.
+
+    Attributes:
+        values: values for the log, by tag.
+        score: score that chooses the best checkpoint; greater is better.
+    """
+
+    values: dict[str, float]
+    score: float
+
+
+class Validator(Protocol):
+    """Validator of the model after the newest update. All ranks call it together and get the same result."""
+
+    def __call__(self, update: int) -> Validation:
+        """Validate after ``update``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """Objects that the training loop needs, from a start or a resume to the end, a stop, or a rollback.
+
+    Attributes:
+        config: settings of training.
+        optimizer: settings of the optimizer.
+        schedule: settings of the learning-rate schedule.
+        engine: the engine, which makes updates.
+        loader: loader of this rank's micro-batches.
+        validator: validation by loss and BLEU.
+        monitor: measurement of source reliance.
+        store: checkpoints of the run.
+        metrics: log of the run.
+        world: the ranks.
+        stop: request to stop, by a user or a scheduler.
+        watchdog: monitor of the ranks, which records the work of this rank.
+        workload: cost of training, for perf/mfu; None if it is unknown.
+    """
+
+    config: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    engine: Engine
+    loader: TrainLoader
+    validator: Validator
+    monitor: CollapseMonitor
+    store: CheckpointStore
+    metrics: Metrics
+    world: World
+    stop: StopRequest
+    watchdog: Watchdog
+    workload: Workload | None = None

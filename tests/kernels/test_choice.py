@@ -1,0 +1,350 @@
+"""The choice of backends, with GPUs and packages that are not there."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels import backends, torch_ops
+from deepspeed_nmt.kernels.backends import EXPECTED, OPERATIONS
+from deepspeed_nmt.kernels.choice import DEFAULT, ENVIRONMENT, Kernels
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.nn.embedding import Projection
+from deepspeed_nmt.nn.fused import UsesKernels, use_kernels
+from deepspeed_nmt.selftest.models import VOCABULARY, settings_of
+
+CUDA, CPU, META = torch.device("cuda"), torch.device("cpu"), torch.device("meta")
+APEX = {"fused_layer_norm_cuda", "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"}
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A function that makes this a machine with a GPU of some capability and some packages."""
+
+    def make(capability: tuple[int, int], packages: set[str], works: bool | str = True) -> None:
+        find = importlib.util.find_spec
+        ours = {"triton", "apex", *APEX}
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: (object() if name in packages else None) if name in ours else find(name, *rest),
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+        failure = None if works is True else str(works)
+        monkeypatch.setattr(backends, "failure", lambda *arguments: failure)
+
+    return make
+
+
+def chosen(
+    kernels: Kernels | None = None, device: torch.device = CUDA, dtype: torch.dtype = torch.float16
+) -> dict[str, str]:
+    kernels = kernels or Kernels()
+    return {operation: kernels._choose(operation, device, dtype) for operation in OPERATIONS}
+
+
+def test_without_triton_and_apex_everything_is_torch(machine: Machine) -> None:
+    machine((9, 0), set())
+    assert set(chosen().values()) == {"torch"}
+
+
+def test_an_unmeasured_gpu_gets_what_is_expected(machine: Machine) -> None:
+    machine((7, 0), {"triton"})
+    assert chosen() == EXPECTED
+
+
+def test_a_measured_gpu_gets_what_was_fastest(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine((8, 6), {"triton"})
+    fastest = dict.fromkeys(OPERATIONS, "torch") | {"softmax": "triton"}
+    monkeypatch.setitem(backends.MEASURED, (8, 6), {torch.float16: fastest})
+    assert chosen() == fastest
+    assert chosen(dtype=torch.bfloat16) == EXPECTED, "that was not measured"
+    machine((8, 0), {"triton"})
+    assert chosen() == EXPECTED
+
+
+def test_apex_counts_only_with_its_compiled_parts(machine: Machine) -> None:
+    machine((7, 0), {"apex"})
+    assert set(chosen().values()) == {"torch"}, "the package of that name on PyPI is another one"
+    machine((7, 0), {"apex", *APEX})
+    assert {name for name, how in chosen().items() if how == "apex"} == {"layer_norm", "softmax"}
+    machine((7, 0), {"triton", "fused_layer_norm_cuda"})
+    assert chosen()["layer_norm"] == "apex" and chosen()["softmax"] == "triton"
+
+
+def test_what_fails_its_trial_gives_way_to_torch(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine((9, 0), {"triton"}, works="triton fails on it (RuntimeError: Failed to find C compiler)")
+    with caplog.at_level(logging.WARNING, logger="deepspeed_nmt"):
+        assert set(chosen().values()) == {"torch"}
+    assert "softmax: triton fails on it (RuntimeError: Failed to find C compiler), so torch is used" in caplog.text
+
+
+def test_the_trial_finds_errors_and_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    load = backends.load
+
+    def with_triton(function: Callable[..., Any]) -> None:
+        monkeypatch.setattr(
+            backends, "load", lambda operation, name: function if name == "triton" else load(operation, name)
+        )
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    asked = ("layer_norm", "triton", CPU, torch.float32)
+    with_triton(broken)
+    assert backends.failure(*asked) == "triton fails on Pretended GPU (RuntimeError: no compiler)"
+    with_triton(lambda *arguments: torch_ops.layer_norm(*arguments) * 1.1)
+    assert "triton is wrong by" in (backends.failure(*asked) or "")
+    with_triton(lambda *arguments: torch_ops.layer_norm(*arguments) * float("nan"))
+    assert "triton is wrong by inf" in (backends.failure(*asked) or "")
+    with_triton(torch_ops.layer_norm)
+    assert backends.failure(*asked) is None
+
+
+def test_the_environment_overrides_the_configuration(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine((8, 0), {"triton"})
+    kernels = Kernels("torch")
+    assert set(chosen(kernels).values()) == {"torch"}
+    monkeypatch.setenv(ENVIRONMENT, "softmax=triton, layer_norm=triton")
+    found = chosen(kernels)
+    assert {name for name, how in found.items() if how == "triton"} == {"softmax", "layer_norm"}
+
+
+def test_what_was_asked_for_and_cannot_be_had_is_an_error(machine: Machine) -> None:
+    machine((8, 0), set())
+    with pytest.raises(ConfigError, match="but triton is not installed; use softmax=torch"):
+        chosen(Kernels("softmax=triton"))
+    with pytest.raises(ConfigError, match="fused_layer_norm_cuda is not installed"):
+        chosen(Kernels("layer_norm=apex"))
+
+
+def test_a_cpu_and_fp64_get_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine((8, 0), {"triton", *APEX})
+    assert set(chosen(device=CPU).values()) == {"torch"}
+    assert set(chosen(dtype=torch.float64).values()) == {"torch"}
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match="Triton needs a CUDA device"):
+        chosen(Kernels("softmax=triton"), CPU)
+    with pytest.raises(ConfigError, match="apex needs a CUDA device"):
+        chosen(Kernels("apex"), CPU)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference", "autocast", "checkpoint"])
+def test_a_trial_is_not_disturbed_by_where_it_is_made(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda operation, name: load(operation, "torch"))
+    found: list[str | None] = []
+
+    def first_use(x: torch.Tensor) -> torch.Tensor:
+        found.extend(backends.failure(operation, "triton", CPU, torch.float32) for operation in OPERATIONS)
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    if how == "checkpoint":
+        checkpoint(first_use, x, use_reentrant=False).sum().backward()
+        assert x.grad is not None and len(found) == 2 * len(OPERATIONS)
+    elif how == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first_use(x)
+    else:
+        with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+            first_use(x)
+    assert found and set(found) == {None}
+
+
+def test_planning_leaves_the_choices_for_real_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda *a: loaded.append(a[0]) or load(*a))
+    kernels = Kernels()
+    kernels.choices(CPU, torch.float32)
+    kernels.planned_for((8, 0)).choices(META, torch.float32)
+    kernels.choices(CPU, torch.float32)
+    assert loaded == [*OPERATIONS, *OPERATIONS]
+
+
+def test_one_backend_alone_wins_over_all_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    assert set(chosen(Kernels.only("torch"), CPU).values()) == {"torch"}
+
+
+@pytest.mark.parametrize("variable", ["auto", "triton", "softmax=triton"])
+def test_falling_back_to_torch_wins_over_all_that_is_asked_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    machine((8, 0), {"triton"})
+    monkeypatch.setenv(ENVIRONMENT, variable)
+    kernels = Kernels()
+    derived = kernels.fall_back_to_torch(["softmax"]).fall_back_to_torch(["cross_entropy"])
+    expected = chosen(kernels) | {"softmax": "torch", "cross_entropy": "torch"}
+    assert chosen(kernels)["softmax"] == "triton" and chosen(derived) == expected
+    assert chosen(derived.planned_for((8, 0)), META) == expected
+
+
+def test_automatic_in_the_environment_wins_too(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine((8, 0), {"triton"})
+    kernels = Kernels("torch")
+    monkeypatch.setenv(ENVIRONMENT, "auto")
+    assert chosen(kernels) == EXPECTED
+    monkeypatch.setenv(ENVIRONMENT, "softmax=auto")
+    assert chosen(kernels)["softmax"] == "triton" and chosen(kernels)["cross_entropy"] == "torch"
+
+
+def test_a_plan_with_kernels_that_are_not_installed_says_so(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine((8, 0), set())
+    words = ["plan", "--recipe", "transformer_base", "--gpu", "v100-32g", "model.encoder_layers=1"]
+    assert main([*words, "engine.kernels=softmax=triton"]) == 2
+    assert (
+        "asks for softmax=triton, but triton is not installed here, so its memory cannot be counted"
+        in capsys.readouterr().err
+    )
+    assert main([*words, "engine.kernels=tritn"]) == 2
+    assert "engine.kernels: it must be auto, one of torch, triton, apex" in capsys.readouterr().err
+    machine((8, 0), {"apex", *APEX})
+    assert main([*words, "model.decoder_layers=1"]) == 0, "apex knows no meta device: its tensors are like torch's"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tritn", "engine.kernels must be auto, one of torch, triton, apex, .* did you mean 'triton'"),
+        ("softmx=triton", "names 'softmx'; did you mean 'softmax'"),
+        ("softmax=cuda", "softmax must be auto, torch or triton or apex, but is 'cuda'"),
+        ("cross_entropy=apex", "cross_entropy must be auto, torch or triton, but is 'apex'"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Kernels(setting)
+
+
+def test_the_choices_are_told_in_one_line(machine: Machine) -> None:
+    assert Kernels().describe(CPU, torch.float32) == "torch"
+    if backends.interpreting():
+        told = Kernels("softmax=triton").describe(CPU, torch.float32)
+        assert told.startswith("layer_norm torch, ") and "softmax triton" in told
+
+
+def test_a_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, x, calls = Kernels(), torch.randn(2, 3), []
+    load = backends.load
+    monkeypatch.setattr(backends, "load", lambda *arguments: calls.append(1) or load(*arguments))
+    for _ in range(3):
+        kernels.implementation("layer_norm", x)
+    assert len(calls) == 1
+
+
+def test_a_plan_for_a_gpu_counts_its_kernels(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "transformer_base", "--gpu", "v100-32g", "model.attention_dropout=0.1"]
+    words += ["model.encoder_layers=1", "model.decoder_layers=1", "--json"]
+    assert main([*words, "engine.kernels=torch"]) == 0
+    plain = capsys.readouterr().out
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    assert main([*words, "engine.kernels=triton"]) == 0
+    activations = [json.loads(each)["as_set"]["bytes"]["activations"] for each in (plain, capsys.readouterr().out)]
+    assert activations[1] < 0.95 * activations[0], "masks are drawn again, not kept"
+
+
+def model_and_loss(kernels: Kernels, device: torch.device) -> tuple[TranslationModel, Callable[[], torch.Tensor]]:
+    """A small model with its kernels, and a function that trains it on a batch and returns its loss."""
+    config = settings_of("growing")
+    with device:
+        model, objective = build_model(config, VOCABULARY), build_objective(config, VOCABULARY)
+    use_kernels(model, kernels)
+    model.train()
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(5, VOCABULARY.size, (3, 4), generator=torch.Generator().manual_seed(2)).to(device)
+        batch = Batch(
+            source_BS=tokens,
+            target_input_BT=tokens,
+            target_output_BT=tokens,
+            sentence_ids_B=torch.arange(3, device=device),
+            target_tokens=tokens.numel(),
+            source_tokens=tokens.numel(),
+            pad=VOCABULARY.pad,
+        )
+        result: torch.Tensor = objective(model, batch).loss
+        result.backward()
+        return result.detach()
+
+    return model, loss
+
+
+def test_models_with_different_kernels_train_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch on a CPU, Triton on a CPU (by its interpreter), and Triton counted for a GPU, in turns."""
+    if importlib.util.find_spec("triton") is None or not backends.interpreting():
+        pytest.skip("needs Triton's interpreter")
+    kinds = {
+        "torch": (Kernels.only("torch"), CPU),
+        "triton": (Kernels("triton", "fused"), CPU),
+        "planned": (Kernels("triton", "fused").planned_for((8, 0)), META),
+    }
+    called: list[tuple[str, str, str]] = []
+    load = backends.load
+
+    def watched(operation: str, name: str) -> Callable[..., Any]:
+        function = load(operation, name)
+
+        def call(x: Any, *arguments: Any) -> Any:
+            called.append((operation, name, (x[0] if isinstance(x, list) else x).device.type))
+            return function(x, *arguments)
+
+        return call
+
+    monkeypatch.setattr(backends, "load", watched)
+    models = {name: model_and_loss(*kind) for name, kind in kinds.items()}
+    losses = {}
+    for name in [*models, *models]:
+        called.clear()
+        losses[name] = models[name][1]()
+        backend, device = ("torch" if name == "torch" else "triton"), kinds[name][1].type
+        assert {each[1:] for each in called} == {(backend, device)}
+        wanted = {"layer_norm", "bias_dropout_add_layer_norm", "bias_gelu_dropout", "cross_entropy"}
+        assert wanted <= {operation for operation, _, _ in called}
+    assert losses["planned"].device == META
+    assert float(losses["triton"]) == pytest.approx(float(losses["torch"]), abs=1e-4)
+
+
+def test_kernels_are_found_by_every_module_and_shared_by_copies() -> None:
+    kernels = Kernels("torch")
+    model = build_model(settings_of("growing"), VOCABULARY)
+    before = list(model.state_dict())
+    assert all(module.kernels is DEFAULT for module in model.modules() if isinstance(module, UsesKernels))
+    use_kernels(model, kernels)
+    for each in (model, copy.deepcopy(model), model.at_exit("shallow")):
+        found = [module.kernels for module in each.modules() if isinstance(module, UsesKernels)]
+        assert found and all(one is kernels for one in found)
+    assert list(model.state_dict()) == before
+
+
+def test_the_loss_is_computed_by_the_kernels_of_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, asked = Kernels("torch"), []
+    implementation = kernels.implementation
+    monkeypatch.setattr(kernels, "implementation", lambda *a: asked.append(a[0]) or implementation(*a))
+    projection = Projection(torch.nn.Parameter(torch.randn(7, 4)))
+    use_kernels(projection, kernels)
+    consume = partial(projected_cross_entropy, targets_N=torch.arange(3), smoothing=0.1, ignore_index=0)
+    projection([torch.randn(3, 4)], consume)
+    assert asked == ["cross_entropy"]

@@ -1,0 +1,155 @@
+"""Python programs that tests start, in milliseconds where a real start takes eight seconds.
+
+One server (`multiprocessing`'s fork server) imports the package and the libraries it uses, once per test session, and
+forks itself for each program. A fork is a process like any other, with its own pid, environment, output, exit status
+and signals. It differs from a real start in three ways, so that launchers, SLURM and the lost-launcher tests start
+Python for real: its parent is the server, all programs share one seed of string hashes, and its command line as `ps`
+shows it is the server's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import runpy
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+
+import torch
+
+LIBRARIES = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "matplotlib.pyplot",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "transformers.models.bert.modeling_bert",
+)
+"""Libraries imported only when they are needed, mostly by DeepSpeed's and torch's optimizers."""
+
+_PR_SET_PDEATHSIG = 1
+_FORKING = multiprocessing.get_context("forkserver")
+
+
+class Program:
+    """A running program, with the methods of :class:`subprocess.Popen` that tests use.
+
+    Args:
+        command: the words after `python`: a script or ``-m MODULE``, then its arguments.
+        environment: all of its environment variables.
+        log: file that receives stdout and stderr.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.returncode: int | None = None
+        if torch.cuda.is_available():  # CUDA does not survive a fork
+            with log.open("wb") as stream:
+                self._process: subprocess.Popen[bytes] | multiprocessing.process.BaseProcess = subprocess.Popen(
+                    [sys.executable, *command], env=environment, stdout=stream, stderr=stream
+                )
+            return
+        _start_server()
+        log.touch()
+        self._process = _FORKING.Process(target=_run, args=(command, environment, str(log)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process ID."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, -N after signal N, or None while the program runs."""
+        if isinstance(self._process, subprocess.Popen):
+            self.returncode = self._process.poll()
+        else:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status as soon as there is one.
+
+        Raises:
+            subprocess.TimeoutExpired: if there is none after ``timeout`` seconds.
+        """
+        if isinstance(self._process, subprocess.Popen):
+            self._process.wait(timeout)
+        else:
+            self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("python", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the program has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the program at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _start_server() -> None:
+    """Start the fork server, unless it runs. Its libraries get one thread each, as ranks have."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        _FORKING.set_forkserver_preload(["tests.programs_preload"])
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def preload() -> None:
+    """Import, in the server, what programs import."""
+    import deepspeed_nmt
+
+    modules = [module.name for module in pkgutil.walk_packages(deepspeed_nmt.__path__, "deepspeed_nmt.")]
+    for name in [*modules, *LIBRARIES]:
+        if not name.endswith(".__main__"):
+            with suppress(ImportError):  # optional
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # programs need not search all this for garbage, nor copy its pages
+
+
+def _run(command: list[str], environment: dict[str, str], log: str) -> None:
+    """Become ``python *command``, in a process that the server has forked and that ends with it."""
+    with suppress(OSError, AttributeError):  # Linux alone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with Path(os.devnull).open(
+        "rb"
+    ) as nothing:  # in place of the pipe that would keep the server alive without its tests
+        os.dup2(nothing.fileno(), forkserver._forkserver._forkserver_alive_fd)
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(stream, descriptor)
+    os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing skips

@@ -1,0 +1,58 @@
+"""A toy regularizer: the mean square of the decoder's top states.
+
+With h_td element d of the top state at target position t, of N positions,
+
+    L = 1/N sum_t 1/D sum_d h_td^2.
+
+The file shows what a regularizer needs: a configuration class, the regularizer, a build function, and the registry
+entry.
+
+Legend: B sentences, T target length, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.parts import RegularizerConfig
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.registry import Entry
+
+
+class StateNormConfig(RegularizerConfig):
+    """Settings of the regularizer."""
+
+    weight: float = Field(default=0.1, ge=0.0, description="factor in the loss; 0 disables it")
+
+
+class StateNorm:
+    """Mean square of the top states at positions that are not padding."""
+
+    name = "state_norm"
+    every = 1
+
+    def __init__(self, config: StateNormConfig) -> None:
+        self.weight = config.weight
+
+    def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
+        """Request no further pass, and return the function that computes the value from pass 0."""
+        real_BT = passes.batch.target_mask
+
+        def value(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
+            square_BT = states[0][TOP].float().square().mean(dim=2)
+            return (square_BT * real_BT).sum()  # The engine divides by the tokens of the update.
+
+        return value
+
+
+def build_state_norm(config: StateNormConfig, vocabulary: Vocabulary) -> StateNorm:
+    """Build the regularizer."""
+    return StateNorm(config)
+
+
+ENTRY = Entry("state_norm", StateNormConfig, build_state_norm)
