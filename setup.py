@@ -30,6 +30,7 @@ setup(
         "sacrebleu>=2.4,<3",
         "tensorboard>=2.17",
         "tqdm>=4.66",
+        "typing-extensions>=4.5",
     ],
     extras_require={
         "moses": ["sacremoses>=0.1.1"],  # launch/data/

@@ -16,10 +16,11 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("6 layers", "15 layers")
 VOCABULARY = 2_000  # tokens; the perplexity of guessing
+THRESHOLD = 0.2  # collapse.threshold
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Return the values of the table by arm and column."""
+    """Read the rows of the table: arm -> column -> value."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     lines = text.split("**A setting in which 6 layers train and 15 collapse**")[1].splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
@@ -34,7 +35,7 @@ def measured() -> dict[str, dict[str, float]]:
 def main() -> None:
     """Draw perplexities, BLEU and source reliance of both decoders."""
     arms = measured()
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=(2, 1, 1))
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.7), layout="constrained", width_ratios=(2, 1, 1))
     places = range(len(ARMS))
     for shift, (name, label) in enumerate((("train ppl", "training"), ("valid ppl", "validation"))):
         bars = axes[0].bar(
@@ -54,6 +55,9 @@ def main() -> None:
         axis.bar_label(bars, labels=[f"{arms[arm][name]:g}" for arm in ARMS])
         axis.set(title=name + unit, xlim=(-0.6, 1.6))
         axis.margins(y=0.15)
+    axes[2].axhline(THRESHOLD, color="#d62728", linestyle="--", linewidth=1)
+    axes[2].text(0.5, THRESHOLD + 0.03, "it warns\nbelow", color="#d62728", fontsize=9, ha="center")
+    figure.suptitle("Post-norm decoders after 1,550 updates: the deep one learns nothing usable")
     for axis in axes:
         axis.set_xticks(places, [f"decoder of {arm}" if axis is axes[0] else arm for arm in ARMS])
         axis.spines[["top", "right"]].set_visible(False)

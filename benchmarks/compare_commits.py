@@ -10,7 +10,7 @@ of plain torch. The rows of the report compare
     files         of data directories that both commits prepare from the same text; of meta.json all but the version
     weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
     log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
-    translations  of fifty lines by the run's own search, two hypotheses a line, with their scores
+    translations  of fifty lines by the run's own search, four hypotheses a line, with their scores
     resumed       weights, moments and log of the old commit's run, resumed by the new commit after update 15
     old run       translations of the old commit's run by the new commit
 
@@ -46,7 +46,7 @@ COMMON = [
     *("training.max_updates=30", "training.validate_every=15", "training.log_every=1", "training.keep_last=9"),
     *("validation.max_sentences=7", "collapse.every=10", "collapse.sentences=16", "engine.device=cpu"),
 ]
-BEAM = ["search.beam=2", "search.max_length_ratio=1.2", "search.max_length_extra=2"]
+BEAM = ["search.beam=4", "search.max_length_ratio=1.2", "search.max_length_extra=2"]
 TINY = [
     *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=3", "model.decoder_layers=3"),
     *("model.attention_dropout=0.1", "model.activation_dropout=0.1", *BEAM),
@@ -54,7 +54,7 @@ TINY = [
 TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
-ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=2"]
+ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
 TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
 PRELOADED = ["__main__", "torch.utils.tensorboard", "deepspeed.runtime.zero.muon.original_muon"]
 PROCESSES = multiprocessing.get_context("forkserver")  # importing these each time would take longer than all else
@@ -106,10 +106,10 @@ class Commits(NamedTuple):
 
     def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
         """Make a file or directory by a command, with ``{out}`` for its path. What ``old`` has made is used again."""
-        out = f"{commit}/{name}"
+        out, checkout = f"{commit}/{name}", self.old if commit == "old" else self.new
         result, record = self.work / out, self.work / f"{out}.made-by"
         command = [word.format(out=out) for word in words]
-        made_by = json.dumps([str(getattr(self, commit)), ranks, *command])
+        made_by = json.dumps([str(checkout), ranks, *command])
         if commit == "new" or not record.is_file() or record.read_text() != made_by:
             record.unlink(missing_ok=True)
             shutil.rmtree(result, ignore_errors=True)
@@ -118,19 +118,18 @@ class Commits(NamedTuple):
                 shutil.rmtree(newest(result))
                 (result / "checkpoints" / "latest").write_text(f"{newest(result).name}\n")
                 (result / "checkpoints" / "best").write_text(f"{newest(result).name}\n")
-            self._run(commit, out.replace("/", "-"), command, ranks)
+            self._run(checkout, out.replace("/", "-"), command, ranks)
             record.write_text(made_by)
         self.advance()
         return result
 
-    def _run(self, commit: str, label: str, words: list[str], ranks: int) -> None:
+    def _run(self, checkout: Path, label: str, words: list[str], ranks: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         logs, processes = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)], []
         for rank, log in enumerate(logs):
             launcher = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            arguments = (getattr(self, commit), self.work, log, launcher, words)
-            processes.append(PROCESSES.Process(target=be_command, args=arguments))
+            processes.append(PROCESSES.Process(target=be_command, args=(checkout, self.work, log, launcher, words)))
             with LOCK:
                 processes[-1].start()
         statuses: list[int | None] = [None]
@@ -181,7 +180,7 @@ def compare_family(commits: Commits, family: str, layout: str) -> Iterator[tuple
 
 def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str], ...]) -> dict[str, str]:
     """Translate the test text with a run; returns hypotheses by search and line."""
-    words = ["translate", "--run", run, "--checkpoint", "last", "--device", "cpu", "--nbest", "2"]
+    words = ["translate", "--run", run, "--checkpoint", "last", "--device", "cpu", "--nbest", "4"]
     words += ["--input", "old/text/test.en", "--output", "{out}"]
     found: dict[str, str] = {}
     for number, options in enumerate(searches):
@@ -197,13 +196,14 @@ def newest(run: Path) -> Path:
 
 
 def measure(run: Path) -> dict[str, dict[str, str]]:
-    """Hash a run's last weights and moments, and read its log. If it was trained anew, its ``start`` differs."""
-    entries = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": {"timings": entries[0]}}
+    """Hash a run's last weights and moments, and read its log. The ``start`` of one trained anew differs."""
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    start = {"speed at update 1": str(entries[0].get("perf/target_tokens_per_s"))}
+    found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": start}
     for file in newest(run).glob("*-*.safetensors"):
         for name, array in load_file(file).items():
             found[file.name[:7]][name] = hashlib.sha256(str(array.shape).encode() + array.tobytes()).hexdigest()
-    for entry in map(json.loads, entries):
+    for entry in entries:
         for tag in (tag for tag in entry if tag not in {"update", *TIMINGS}):
             key = f"{tag} at update {entry['update']}"
             found["log"][key] = f"{found['log'].get(key, '')} {entry[tag]!r}".lstrip()
@@ -223,7 +223,7 @@ def first_difference(old: dict[str, str], new: dict[str, str]) -> str:
     names = [name for name in old | new if old.get(name) != new.get(name)]
     if not names:
         return "" if old else "there is nothing to compare"
-    was, became = (values.get(names[0], "missing")[:50] for values in (old, new))
+    was, became = (values.get(names[0], "missing")[:40] for values in (old, new))
     return f"{names[0]} was {was}, is {became}; {len(names)} of {len(old | new)} differ"
 
 
@@ -252,7 +252,7 @@ def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
             below = [f"    {check}: {difference}" for check, difference in checks.items() if difference]
             tqdm.write("\n".join([f"{name:<29} {', '.join(verdicts)}", *below]))
             equal = equal and not below
-    except ChildProcessError as error:
+    except (OSError, ValueError, KeyError) as error:  # a command that fails, or leaves something else behind
         tqdm.write(f"{label:<29} FAILED: {error}")
         equal = False
     return equal
@@ -287,9 +287,7 @@ def main() -> int:
             equal += [each.result() for each in reports]
         finally:
             pool.shutdown(cancel_futures=True)
-    tqdm.write(
-        f"{'all equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s"
-    )
+    tqdm.write(f"{'equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s")
     if all(equal) and arguments.work is None and not arguments.keep:
         shutil.rmtree(work, ignore_errors=True)
     else:

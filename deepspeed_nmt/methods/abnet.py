@@ -84,7 +84,7 @@ class AbNetConfig(BertPair):
 
     name: Literal["abnet"] = "abnet"
     adapters: Literal["serial", "parallel"] = Field(
-        default="serial", description="adapters of the decoder: serial or parallel"
+        default="serial", description="place of the decoder's adapters: behind the frozen sub-layers, or beside them"
     )
     adapter_dim: int = Field(default=2048, ge=1, description="inner width of the adapters")
 
@@ -109,7 +109,9 @@ class AbNetConfig(BertPair):
 class MaskedTokensConfig(LikelihoodConfig):
     """Settings of the masked-token objective."""
 
-    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
     length_weight: float = Field(default=0.1, ge=0.0, description="weight of the loss of the predicted length")
 
     def contradictions(self, run: Parts) -> Iterator[str]:

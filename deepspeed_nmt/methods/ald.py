@@ -43,9 +43,9 @@ from deepspeed_nmt.randomness import Purpose, uniforms
 class ALDConfig(RegularizerConfig):
     """Settings of ALD."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda, factor in the loss; 0 disables ALD")
+    weight: float = Field(default=1.0, ge=0.0, description="factor in the loss (lambda); 0 disables ALD")
     p_ald: float = Field(
-        default=0.4, gt=0.0, lt=0.5, description="upper bound of gamma, the fraction of tokens masked"
+        default=0.4, gt=0.0, lt=0.5, description="upper bound of the fraction of tokens masked (gamma)"
     )
     tau: float = Field(default=0.1, gt=0.0, description="temperature of the contrastive loss")
     every: int = Field(default=1, ge=1, description="k: apply ALD in every k-th update")

@@ -31,7 +31,9 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
-    weight: float = Field(default=1.0, ge=0.0, description="lambda, factor of the divergence; 0 disables it")
+    weight: float = Field(
+        default=1.0, ge=0.0, description="factor of the divergence in the loss (lambda); 0 disables it"
+    )
     every: int = Field(default=1, ge=1, description="k: apply it in every k-th update")
 
     def contradictions(self, parts: Parts) -> Iterator[str]:

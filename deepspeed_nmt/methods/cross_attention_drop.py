@@ -52,9 +52,16 @@ class CrossAttentionDropConfig(LayerConfig):
     """Settings of cross-attention drop."""
 
     name: Literal["cross_attention_drop"] = "cross_attention_drop"
-    drop_ratio: float = Field(default=1.0, ge=0.0, le=1.0, description="p_l of the lowest drop_depth layers")
-    drop_depth: int = Field(default=0, ge=0, description="number of layers, from the lowest, with p_l = drop_ratio")
-    beyond: float = Field(default=0.0, ge=0.0, le=1.0, description="p_l of the layers above; 1 in the paper's text")
+    drop_ratio: float = Field(
+        default=1.0, ge=0.0, le=1.0, description="probability of dropping (p_l) in the lowest drop_depth layers"
+    )
+    drop_depth: int = Field(default=0, ge=0, description="number of layers, from the lowest, that have drop_ratio")
+    beyond: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="probability of dropping (p_l) in the layers above; 1 in the paper's text",
+    )
 
     def rate(self, number: int) -> float:
         """Return p_l of layer ``number``, counted from 1."""

@@ -66,7 +66,9 @@ class DepthGrowingConfig(TransformerShape):
     name: Literal["depth_growing"] = "depth_growing"
     top_encoder_layers: int = Field(default=2, ge=1, description="encoder layers of the top")
     top_decoder_layers: int = Field(default=2, ge=1, description="decoder layers of the top")
-    residual_norm: bool = Field(default=True, description="r is a LayerNorm, as in the authors' code; else identity")
+    residual_norm: bool = Field(
+        default=True, description="LayerNorm on the embeddings that enter the top (r), as in the authors' code"
+    )
     frozen_dropout: bool = Field(default=True, description="keep dropout on in the frozen bottom in training")
 
     named_exits: ClassVar[tuple[str, ...]] = ("shallow", "deep")

@@ -30,7 +30,9 @@ from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 class LabelSmoothedConfig(LikelihoodConfig):
     """Settings of the label-smoothed cross-entropy."""
 
-    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
 
 
 class LabelSmoothed:

@@ -53,7 +53,9 @@ _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 class MultiSoftmaxConfig(LikelihoodConfig):
     """Exits to train, and their weights."""
 
-    smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="e: mass spread evenly over the vocabulary")
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
     exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
     weights: dict[str, float] = Field(default={}, description="weights of exits n-m, 1 by default: {6-6: 2.0}")
 

@@ -74,13 +74,13 @@ class BertDecoderConfig(BertPair):
     """Settings of a model initialised from two BERTs."""
 
     name: Literal["bert"] = "bert"
-    decoder: Decoder = Field(default="parallel", description="parallel, serial, transformer, or coordinator")
+    decoder: Decoder = Field(default="parallel", description="decoder layer that the target's BERT is made into")
     pretrained: bool = Field(default=True, description="start from the BERTs' weights, not only their shapes")
-    freeze: tuple[Part, ...] = Field(
-        default=("embeddings",), description="parts excluded from training: encoding, embeddings, encoder"
-    )
+    freeze: tuple[Part, ...] = Field(default=("embeddings",), description="parts excluded from training")
     tie_output: bool = Field(default=True, description="tie the output matrix to the target's embeddings")
-    coordinator_layers: int = Field(default=12, ge=1, description="layers with cross-attention, if coordinator")
+    coordinator_layers: int = Field(
+        default=12, ge=1, description="layers with cross-attention on top, for decoder=coordinator"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> BertDecoderConfig:

@@ -41,10 +41,15 @@ class RecurrentConfig(TransformerShape):
 
     name: Literal["recurrent"] = "recurrent"
     sharing: Sharing = Field(
-        default="stacked", description="stacked: same order in each loop; closed_chain: alternating"
+        default="stacked",
+        description="stacked: each loop starts at the lowest layer; closed_chain: loops go up and down in turn",
     )
-    encoder_loops: int = Field(default=5, ge=1, description="T of the encoder; 1: no recurrence")
-    decoder_loops: int = Field(default=2, ge=1, description="T of the decoder; 1: no recurrence")
+    encoder_loops: int = Field(
+        default=5, ge=1, description="loops over the layers of the encoder (T); 1: no recurrence"
+    )
+    decoder_loops: int = Field(
+        default=2, ge=1, description="loops over the layers of the decoder (T); 1: no recurrence"
+    )
 
     @model_validator(mode="after")
     def _check_chain(self) -> RecurrentConfig:

@@ -48,12 +48,15 @@ from deepspeed_nmt.registry import SelfTest
 class TransformerShape(ModelConfig):
     """Shape, dropout and initialisation of a Transformer. The defaults are those of BASE."""
 
-    dim: int = Field(default=512, ge=2, description="D, model width")
+    dim: int = Field(default=512, ge=2, description="width of the states (D)")
     ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
     heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
-    encoder_layers: int = Field(default=6, ge=1, description="N, encoder layers")
-    decoder_layers: int = Field(default=6, ge=1, description="M, decoder layers")
-    norm: NormStyle = Field(default="pre", description="normalisation of sub-layers: pre, post, or deepnorm")
+    encoder_layers: int = Field(default=6, ge=1, description="layers of the encoder (N)")
+    decoder_layers: int = Field(default=6, ge=1, description="layers of the decoder (M)")
+    norm: NormStyle = Field(
+        default="pre",
+        description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",
+    )
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",

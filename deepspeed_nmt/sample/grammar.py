@@ -125,15 +125,7 @@ class Clause(NamedTuple):
 
 
 def clause(subject: NounPhrase, verb: Verb, tense: Tense, parts: list[Part], negative: bool = False) -> Clause:
-    """Return the clause of a subject, a verb and its other parts in English order.
-
-    Args:
-        subject: the subject.
-        verb: the verb.
-        tense: tense or modal of the verb.
-        parts: other parts; a German negation is one of them.
-        negative: True for "not" in English.
-    """
+    """Return the clause; ``parts`` are in English order, and a German negation is one of them."""
     person, simple = subject.person, tense in (Tense.PRESENT, Tense.PAST)
     auxiliary, negation = tense.value[0].split()[person], "not" if negative else ""
     english = words(auxiliary, negation, verb.english)

@@ -111,32 +111,36 @@ _NOUNS = {
         child/children Kind n -er, doctor Arzt m Ärzte, student Student mw -en, neighbor Nachbar mw -n,
         friend Freund m -e, colleague Kollege mw -n, baker Bäcker m -, guest Gast m Gäste, farmer Bauer mw -n,
         tourist Tourist mw -en, actress Schauspielerin f -nen, waitress Kellnerin f -nen, mayor Bürgermeister m -,
-        queen Königin f -nen, brother Bruder m Brüder, sister Schwester f -n, daughter Tochter f Töchter""",
+        queen Königin f -nen, brother Bruder m Brüder, sister Schwester f -n, daughter Tochter f Töchter,
+        lawyer Anwalt m Anwälte, nurse Pflegerin f -nen, king König m -e, thief/thieves Dieb m -e,
+        uncle Onkel m -, aunt Tante f -n, painter Maler m -, singer Sängerin f -nen, soldier Soldat mw -en""",
     "animal": """dog Hund m -e, cat Katze f -n, horse Pferd n -e, cow Kuh f Kühe, bird Vogel m Vögel, duck Ente f -n,
-        mouse/mice Maus f Mäuse, rabbit Kaninchen n -, pig Schwein n -e, bear Bär mw -en""",
+        mouse/mice Maus f Mäuse, rabbit Kaninchen n -, pig Schwein n -e, bear Bär mw -en, wolf/wolves Wolf m Wölfe""",
     "food": """apple Apfel m Äpfel, orange Orange f -n, tomato Tomate f -n, egg Ei n -er, sausage Wurst f Würste,
         cake Kuchen m -, roll Brötchen n -, bread Brot n, cheese Käse m, meat Fleisch n, rice Reis m, soup Suppe f""",
     "drink": "water Wasser n, milk Milch f, tea Tee m, coffee Kaffee m, beer Bier n, wine Wein m, juice Saft m",
     "text": """book Buch n Bücher, letter Brief m -e, newspaper Zeitung f -en, poem Gedicht n -e, report Bericht m -e,
-        story Geschichte f -n, novel Roman m -e, postcard Postkarte f -n, song Lied n -er""",
+        story Geschichte f -n, novel Roman m -e, postcard Postkarte f -n, song Lied n -er, play Stück n -e""",
     "thing": """bag Tasche f -n, key Schlüssel m -, cup Tasse f -n, plate Teller m -, ball Ball m Bälle,
-        box Kiste f -n, knife/knives Messer n -, basket Korb m Körbe, gift Geschenk n -e, picture Bild n -er,
-        chair Stuhl m Stühle, coat Mantel m Mäntel, jacket Jacke f -n, dress Kleid n -er, car Auto n -s,
-        hat Hut m Hüte, shoe Schuh m -e, skirt Rock m Röcke, lamp Lampe f -n, bicycle Fahrrad n Fahrräder""",
+        knife/knives Messer n -, basket Korb m Körbe, gift Geschenk n -e, picture Bild n -er, chair Stuhl m Stühle,
+        box Kiste f -n, coat Mantel m Mäntel, jacket Jacke f -n, dress Kleid n -er, hat Hut m Hüte, bed Bett n -en,
+        shoe Schuh m -e, skirt Rock m Röcke, lamp Lampe f -n, car Auto n -s, bicycle Fahrrad n Fahrräder,
+        umbrella Regenschirm m -e, bottle Flasche f -n, clock Uhr f -en, candle Kerze f -n, mirror Spiegel m -""",
     "place": """park Park m -s, city Stadt f Städte, forest Wald m Wälder, village Dorf n Dörfer, school Schule f -n,
         library Bibliothek f -en, museum Museum n Museen, church Kirche f -n, hotel Hotel n -s, store Laden m Läden,
-        hospital Krankenhaus n Krankenhäuser, kitchen Küche f -n, house Haus n Häuser, garden Garten m Gärten""",
+        hospital Krankenhaus n Krankenhäuser, kitchen Küche f -n, house Haus n Häuser, garden Garten m Gärten,
+        restaurant Restaurant n -s, castle Schloss n Schlösser, office Büro n -s, factory Fabrik f -en""",
 }
 _ADJECTIVES = {
     "person": "rich reich, friendly freundlich, famous berühmt, clever klug, brave mutig, lazy faul, polite höflich",
-    "person animal": "young jung, strong stark, tired müde, hungry hungrig",
-    "animal thing place": "big groß, small klein, beautiful schön",
-    "animal thing": "black schwarz, white weiß, brown braun, gray grau",
-    "text thing place": "old alt, new neu",
+    "person animal": "young jung, strong stark, tired müde, hungry hungrig, thirsty durstig, sad traurig, shy scheu",
+    "animal thing place": "big groß, small klein, beautiful schön, ugly hässlich, dangerous gefährlich, huge riesig",
+    "animal thing": "black schwarz, white weiß, brown braun, gray grau, golden golden, light leicht",
+    "text thing place": "old alt, new neu, popular beliebt, strange seltsam, modern modern, cheap billig",
     "text": "interesting interessant, boring langweilig, long lang, short kurz, important wichtig, funny lustig",
-    "thing": "red rot, blue blau, green grün, yellow gelb, heavy schwer",
-    "food drink": "cheap billig, fresh frisch, good gut, delicious lecker, cold kalt, warm warm",
-    "place": "quiet ruhig, modern modern",
+    "thing": "red rot, blue blau, green grün, yellow gelb, heavy schwer, round rund, elegant elegant, broken kaputt",
+    "food drink": "fresh frisch, good gut, delicious lecker, cold kalt, warm warm, healthy gesund",
+    "place": "quiet ruhig, empty leer, clean sauber, noisy laut, cozy gemütlich, bright hell, safe sicher",
 }
 _VERBS = {
     "person": """work worked arbeiten gearbeitet, laugh laughed lachen gelacht, cry cried weinen geweint,
@@ -144,21 +148,22 @@ _VERBS = {
     "person animal": """sleep slept schlafen/schläf geschlafen, arrive arrived an+kommen *angekommen,
         wake_up woke_up auf+wachen *aufgewacht, fall_asleep fell_asleep ein+schlafen/schläf *eingeschlafen""",
     "person animal > to:in:acc place": """go went gehen *gegangen, run ran laufen/läuf *gelaufen,
-        come came kommen *gekommen, come_back came_back zurück+kommen *zurückgekommen""",
+        come came kommen *gekommen, hurry hurried eilen *geeilt, come_back came_back zurück+kommen *zurückgekommen""",
     "person > acc person": """visit visited besuchen besucht, meet met treffen/triff getroffen,
         invite invited ein+laden/läd eingeladen, call called an+rufen angerufen, greet greeted grüßen gegrüßt""",
     "person > dat person": """thank thanked danken gedankt, answer answered antworten geantwortet,
-        help helped helfen/hilf geholfen, follow followed folgen *gefolgt""",
+        help helped helfen/hilf geholfen, follow followed folgen *gefolgt, trust trusted vertrauen vertraut""",
     "person animal > acc person animal thing": "see saw sehen/sieh gesehen, hear heard hören gehört",
-    "person > acc animal": "feed fed füttern gefüttert, draw drew zeichnen gezeichnet",
+    "person > acc animal": "feed fed füttern gefüttert, catch caught fangen/fäng gefangen",
     "person > acc text": "write wrote schreiben geschrieben, translate translated übersetzen übersetzt",
     "person > acc thing": "repair repaired reparieren repariert, clean cleaned putzen geputzt",
     "person > acc thing text": """buy bought kaufen gekauft, need needed brauchen gebraucht,
-        hide hid verstecken versteckt, find found finden gefunden, lose lost verlieren verloren,
-        throw_away threw_away weg+werfen/wirf weggeworfen, take_along took_along mit+nehmen/nimm mitgenommen""",
+        steal stole stehlen/stiehl gestohlen, hide hid verstecken versteckt, find found finden gefunden,
+        lose lost verlieren verloren, throw_away threw_away weg+werfen/wirf weggeworfen,
+        take_along took_along mit+nehmen/nimm mitgenommen""",
     "person > acc food": "eat ate essen/iss gegessen, order ordered bestellen bestellt",
-    "animal > acc food": "eat ate fressen/friss gefressen",
-    "person > acc drink": "drink drank trinken getrunken",
+    "animal > acc food": "eat ate fressen/friss gefressen, smell smelled riechen gerochen",
+    "person > acc drink": "drink drank trinken getrunken, spill spilled verschütten verschüttet",
     "person > dat person > acc text food drink thing": """give gave geben/gib gegeben, show showed zeigen gezeigt,
         send sent schicken geschickt, offer offered an+bieten angeboten, sell sold verkaufen verkauft""",
     "person > to::dat person": "listen listened zu+hören zugehört",
@@ -169,7 +174,7 @@ _VERBS = {
 }
 _CLAUSE_VERBS = {
     "that": "say said sagen gesagt, believe believed glauben geglaubt, hope hoped hoffen gehofft",
-    "whether": "ask asked fragen gefragt, check checked prüfen geprüft",
+    "whether": "ask asked fragen gefragt, find_out found_out heraus+finden herausgefunden",
     "to": "try tried versuchen versucht, promise promised versprechen/versprich versprochen",
 }
 _TIMES = {
@@ -192,9 +197,11 @@ TIMES = {tense: entries(f"{_WEEKDAYS}, {table}") for tense, table in _TIMES.item
 # English subject and object; German nominative, accusative and dative; person.
 PRONOUNS = entries("""I me ich mich mir I, you you du dich dir YOU, he him er ihn ihm SHE, she her sie sie ihr SHE,
     we us wir uns uns WE, they them sie sie ihnen THEY""")
-NAMES = ("Anna", "Maria", "Julia", "Laura", "Emma", "Peter", "Paul", "Martin", "David", "Felix")
+NAMES = entries("""Anna, Maria, Julia, Laura, Emma, Sophie, Clara, Helena, Irene, Nora, Peter, Paul, Martin, David,
+    Felix, Simon, Robert, Oscar, Daniel, Victor""")
 POSSESSIVES = entries("my mein, your dein, his sein, her ihr, our unser, their ihr")
 NUMBERS = entries("two zwei, three drei, four vier, five fünf, six sechs, seven sieben, eight acht, nine neun")
-COMPOUNDS = entries("""winter Winter, summer Sommer, night Nacht, mountain Berg, island Insel, Sunday Sonntags,
-    dream Traum, Christmas Weihnachts, family Familien, harbor Hafen, market Markt, toy Spielzeug""")
+COMPOUNDS = entries("""winter Winter, summer Sommer, spring Frühlings, night Nacht, Sunday Sonntags, island Insel,
+    Christmas Weihnachts, mountain Berg, harbor Hafen, market Markt, farm Bauernhof, desert Wüsten, luxury Luxus,
+    monastery Kloster, family Familien, dream Traum, toy Spielzeug, festival Fest, travel Reise, theater Theater""")
 DEGREES = entries("very sehr, too zu, really wirklich, not nicht")

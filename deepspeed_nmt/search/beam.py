@@ -48,10 +48,16 @@ class BeamSettings(SearchConfig):
     """
 
     width_setting: ClassVar[str | None] = "beam"
-    beam: int = Field(default=5, ge=1, description="K, hypotheses followed at once; 1 is greedy decoding")
-    length_penalty: str = Field(default="gnmt:0.6", description="gnmt:A, power:A, mean, or none")
-    max_length_ratio: float = Field(default=1.5, ge=0.0, le=100.0, description="target tokens for each source token")
-    max_length_extra: int = Field(default=10, ge=0, le=100_000, description="target tokens on top of the ratio")
+    beam: int = Field(default=5, ge=1, description="hypotheses of a sentence (beam size, K); 1: greedy decoding")
+    length_penalty: str = Field(
+        default="gnmt:0.6", description="gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"
+    )
+    max_length_ratio: float = Field(
+        default=1.5, ge=0.0, le=100.0, description="longest translation: target tokens for each source token"
+    )
+    max_length_extra: int = Field(
+        default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
+    )
 
     @field_validator("length_penalty")
     @classmethod

@@ -34,8 +34,8 @@ class DeepShallowConfig(BeamSettings):
 
     needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
     name: Literal["deep_shallow"] = "deep_shallow"
-    alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the net that proposed a candidate")
-    exponent: float = Field(default=0.4, description="of length + 1 in the total")
+    alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the exit that proposed a candidate")
+    exponent: float = Field(default=0.4, description="exponent of length + 1 in the total")
 
 
 class DeepShallow:

@@ -18,7 +18,7 @@ class OptimizerConfig(Config):
     name: Literal["adam", "adamw"] = Field(default="adam", description="adamw: decoupled weight decay")
     lr: float = Field(default=7e-4, gt=0.0, description="peak learning rate")
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the gradient's running mean")
-    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of the running mean of its square")
+    beta2: float = Field(default=0.98, ge=0.0, lt=1.0, description="decay of the squared gradient's running mean")
     eps: float = Field(default=1e-9, gt=0.0, description="added to the denominator")
     weight_decay: float = Field(
         default=0.0, ge=0.0, description="weight decay of matrices; biases and LayerNorms are exempt"

@@ -1,4 +1,8 @@
-"""Cross-references of docstrings, such as :class:`~package.module.Name`, shown as code: `Name`."""
+"""Docstrings and links, as the site shows them.
+
+Cross-references such as :class:`~package.module.Name` become code: `Name`. Links out of docs/ lead somewhere on a
+code host only: here those to the measurements lead to their page, and of the others the text is left.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,24 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`(~?)([^`]+)`")
+_MEASUREMENTS = re.compile(r"\]\(\.\./((?:\.\./)*)benchmarks/RESULTS\.md(#[^)]*)?\)")
+_OUTSIDE = re.compile(
+    r"\[([^]]+)\]\((?:\.\./)+(?:(?:benchmarks|deepspeed_nmt|ds_configs|launch|requirements|tests)/|[A-Z]+\.md)[^)]*\)"
+)
 
 
 class _Roles(Preprocessor):
-    """Replaces roles line by line."""
+    """Replaces roles and links line by line."""
 
     def run(self, lines: list[str]) -> list[str]:
-        """Return the lines without roles."""
-        return [_ROLE.sub(_as_code, line) for line in lines]
+        """Return the lines without roles and without links out of docs/."""
+        return [_shown(line) for line in lines]
+
+
+def _shown(line: str) -> str:
+    line = _ROLE.sub(_as_code, line)
+    line = _MEASUREMENTS.sub(lambda found: f"]({found[1]}results.md{found[2] or ''})", line)
+    return _OUTSIDE.sub(r"\1", line)
 
 
 def _as_code(found: re.Match[str]) -> str:

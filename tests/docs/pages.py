@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from tests.support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def read(page: Path) -> str:
-    """The text of a page, with the files that it includes."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r'^--8<-- "(.+)"$', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text, flags=re.M)
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', flags=re.M)
+"""A line of a page in whose place the site shows a file."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -27,6 +24,11 @@ def prose(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as code hosts and the site form them."""
-    headings = re.findall(r"^#+ (.+)$", prose(text), flags=re.M)
-    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower().replace("`", ""))) for heading in headings}
+    """The anchors of a page's headings, as code hosts form them: of the page itself, not of what it includes."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(text), flags=re.M):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", plain))
+        number = sum(each == anchor or re.fullmatch(re.escape(anchor) + r"-\d+", each) is not None for each in found)
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found

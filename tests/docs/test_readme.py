@@ -8,17 +8,19 @@ import importlib
 import itertools
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from deepspeed_nmt import __version__
+from deepspeed_nmt import __version__, cli
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.recipes import recipes, sweeps
-from tests.docs.pages import PAGES, anchors, blocks, prose, read
+from tests.docs.pages import INCLUDE, PAGES, anchors, blocks, prose
 from tests.support import ROOT
+from tests.test_architecture import MAY_IMPORT
 
 README = ROOT / "README.md"
 SCRIPTS = {"train.sbatch": "train", "prepare.sbatch": "prepare", "translate.sbatch": "translate"}
@@ -79,9 +81,7 @@ def test_command_is_understood(arguments: list[str]) -> None:
 def test_python_imports_what_there_is(page: Path) -> None:
     """Blocks of Python compile, and the names that they import from the package exist."""
     for block in blocks(page.read_text(encoding="utf-8"), "python"):
-        if block.startswith("--8<--"):
-            continue
-        for node in ast.walk(ast.parse(block)):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed_nmt"):
                 module = importlib.import_module(node.module or "")
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
@@ -107,7 +107,36 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name) if name else page
         assert target.exists(), f"{page.name}: {link}"
         if anchor:
-            assert anchor in anchors(read(target)), f"{page.name}: {link}"
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def test_includes_are_understood_and_exist() -> None:
+    """A formatter that took an include for code would have changed it."""
+    included = [name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))]
+    assert included == ["benchmarks/RESULTS.md"]
+    assert all((ROOT / name).is_file() for name in included)
+    for page in PAGES:
+        text = INCLUDE.sub("", page.read_text(encoding="utf-8"))
+        assert not re.search(r"-+8 *<", text), f"{page.name} has an include that the site does not understand"
+
+
+def test_excerpts_are_of_the_files_that_they_name() -> None:
+    """Each block of Python in the page is preceded by a link to a file, which has all lines of the block.
+
+    `...` stands for what the page leaves out.
+    """
+    page = ROOT / "docs" / "add-a-method.md"
+    before, found = "", 0
+    for part in re.split(r"(^```python\n.*?^```$)", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        if not part.startswith("```python"):
+            before = part
+            continue
+        name = re.findall(r"\]\(([^)]+\.py)\)", before)[-1]
+        lines = (page.parent / name).read_text(encoding="utf-8").splitlines()
+        shown = [line.removesuffix(" ...") for line in part.splitlines()[1:-1] if line.strip() not in ("", "...")]
+        assert [line for line in shown if line not in lines] == [], name
+        found += 1
+    assert found == 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -125,7 +154,7 @@ def test_figures_of_the_readme_are_measured() -> None:
     section = text.split("\n## Measured\n")[1].split("\n## ")[0]
     table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
     shown = re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)", "]", table))
-    assert len(shown) > 10
+    assert len(shown) > 8
     measured = set(re.findall(r"\d[\d,.]*\d", (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")))
     assert [figure for figure in shown if figure not in measured] == []
 
@@ -147,9 +176,51 @@ def test_every_tag_is_documented() -> None:
     assert documented - used - varying - {"train/loss", "train/nll", "train/ppl"} == set()
 
 
-def test_diagrams_of_the_readme_are_those_of_the_architecture() -> None:
-    shown = blocks(README.read_text(encoding="utf-8"), "mermaid")
-    assert shown == blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")
+def test_the_diagram_of_the_readme_is_that_of_the_architecture() -> None:
+    architecture = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")
+    assert blocks(README.read_text(encoding="utf-8"), "mermaid") == architecture[:1]
+
+
+def test_the_diagram_of_packages_has_the_allowed_imports() -> None:
+    """An arrow leads from a package to one that it may import; arrows that follow from others are left out."""
+    diagram = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")[1]
+    arrows = [
+        pair
+        for line in diagram.splitlines()[1:]
+        for pair in itertools.pairwise(line.strip().split(" --> "))
+        if pair[0] in MAY_IMPORT
+    ]
+    related = {name for importer, allowed in MAY_IMPORT.items() for name in (importer, *allowed) if allowed}
+    assert {name for pair in arrows for name in pair} == related
+    assert [(importer, imported) for importer, imported in arrows if imported not in MAY_IMPORT[importer]] == []
+
+
+def options(name: str) -> dict[str, set[str]]:
+    """The long options of a command, or of each of its kinds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
+    kinds = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parsers = {f"{name} {kind}": each for kind, each in kinds[0].choices.items()} if kinds else {name: parser}
+    return {
+        each: {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+        - {"--help"}
+        for each, parser in parsers.items()
+    }
+
+
+def test_every_option_is_documented() -> None:
+    """The section of a command in docs/commands.md names all its options, and no others."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## `([a-z -]+)`\n(.*?)(?=^## |\Z)", page, flags=re.M | re.S)
+    named = {name: set(re.findall(r"--[a-z][a-z-]*", prose(text))) for name, text in sections}
+    assert named == {kind: found for name in cli.COMMANDS for kind, found in options(name).items()}
+
+
+def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
+    tables = importlib.import_module("tables")
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert tables.with_table(page) == page, "run `python launch/docs/tables.py`"
 
 
 def test_the_citation_has_the_papers() -> None:

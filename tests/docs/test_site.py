@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from packaging.requirements import Requirement
@@ -111,6 +112,21 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
         assert foreign(Loads(page.read_text(encoding="utf-8")).found) == [], page
     for sheet in site.rglob("*.css"):
         assert foreign(styled(sheet.read_text(encoding="utf-8"))) == [], sheet
+
+
+def test_links_between_pages_lead_somewhere(site: Path) -> None:
+    """Links out of docs/ were replaced; all others lead to a file, and to an element of it."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    names = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r'<a\b[^>]*\bhref="([^"]*)"', text):
+            if re.match(r"(https?:)?//|mailto:|data:", link) or page.name == "404.html":
+                continue
+            path, _, anchor = unquote(link).partition("#")
+            target = (page.parent / path).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file() and target.is_relative_to(site), f"{page}: {link}"
+            assert not anchor or target not in names or anchor in names[target], f"{page}: {link}"
 
 
 def test_the_check_sees_what_a_page_loads() -> None:

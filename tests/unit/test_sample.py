@@ -153,7 +153,7 @@ def test_clause(found: Clause, english: tuple[str, ...], german: tuple[str, ...]
 @pytest.mark.parametrize(
     ("verb", "english", "german"),
     [
-        ("zeichnen", "draw the coat", "den Mantel zu zeichnen"),
+        ("sehen", "see the coat", "den Mantel zu sehen"),
         ("wegwerfen", "throw away the coat", "den Mantel wegzuwerfen"),
     ],
 )
@@ -173,7 +173,10 @@ def test_verbs_and_adjectives_suit_kinds_of_nouns_that_exist() -> None:
 def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     text = "".join(f"{english}\t{german}\n" for english, german in islice(sentence_pairs(1), 1000))
     # Changes with every change of the grammar or the words, and then only.
-    assert hashlib.sha256(text.encode("utf-8")).hexdigest() == "DIGEST"
+    assert (
+        hashlib.sha256(text.encode("utf-8")).hexdigest()
+        == "e0cec916cf54aab3663e7f288750ab2888263518ff5c42d4b89bdd7b307faa2b"
+    )
     assert len({next(sentence_pairs(seed)) for seed in (-1, 0, 1, 2)}) == 4
 
 
@@ -207,23 +210,11 @@ def test_corpus_shows_what_makes_translation_hard() -> None:
         assert max(lengths) < 50
     german = "\n".join(text for _, text in pairs)
     for fragment in (
-        *(
-            ", weil ",
-            ", dass ",
-            ", ob ",
-            ", der ",
-            ", die ",
-            " zu ",
-            "zuzu",
-            " nicht ",
-            " kein",
-            " im ",
-            " ins ",
-            " vom ",
-        ),
-        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", ":30 Uhr", "\nWeil ", "\nUm ", "\nWarum "),
+        *(", weil ", ", dass ", ", ob ", ", der ", ", die ", " zu ", " nicht ", " kein", " im ", " ins ", " vom "),
+        *(" hat ", " ist ", " wird ", " mir ", " dir ", " 17", " Uhr", "\nWeil ", "\nUm ", "\nWarum "),
+        *("(ein|auf|weg|mit|an)zu[a-z]+en\\b", "(ein|auf|weg|mit|an)ge[a-z]+(en|t)\\b"),
     ):
-        assert fragment in german, fragment
+        assert re.search(fragment, german), fragment
 
 
 def test_a_decoder_that_ignores_its_source_scores_near_zero() -> None:

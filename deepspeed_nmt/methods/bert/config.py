@@ -24,7 +24,7 @@ from deepspeed_nmt.registry import Config
 class BertShape(Config):
     """Shape of a BERT. The defaults are those of bert-base."""
 
-    dim: int = Field(default=768, ge=2, description="D, model width")
+    dim: int = Field(default=768, ge=2, description="width of the states (D)")
     layers: int = Field(default=12, ge=1, description="number of layers")
     heads: int = Field(default=12, ge=1, description="attention heads; must divide dim")
     ffn_dim: int = Field(default=3072, ge=1, description="inner width of the feed-forward networks")
