@@ -12,7 +12,8 @@ import torch
 
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.train import checkpoint as module
+from deepspeed_nmt.train import checkpoint as checkpoint_module
+from deepspeed_nmt.train import store as store_module
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.store import CheckpointStore
@@ -48,7 +49,7 @@ def newest(store: CheckpointStore) -> Checkpoint:
 
 
 def test_what_is_saved_comes_back(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SHARD_BYTES", 30)  # several shards
+    monkeypatch.setattr(store_module, "_SHARD_BYTES", 30)  # several shards
     assert store.newest() is None
     save(store, 7)
     found = newest(store)
@@ -103,10 +104,10 @@ def test_a_full_disk_leaves_what_there_was(
     save(store, 1, best=True)
 
     def full(*_: object) -> None:
-        raise module.SafetensorError("No space left on device") if isinstance(error, str) else error
+        raise store_module.SafetensorError("No space left on device") if isinstance(error, str) else error
 
-    monkeypatch.setattr(module, "save_file", full)
-    monkeypatch.setattr(module, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(store_module, "save_file", full)
+    monkeypatch.setattr(store_module, "_SHARD_BYTES", 1)
     seen: list[str] = []
     with pytest.raises(OSError, match="No space left"):
         store.save(Progress(update=2), EngineScalars(), states(2.0, seen), best=True)
@@ -227,7 +228,7 @@ def test_a_run_can_be_rewound_to_an_older_checkpoint(tmp_path: Path) -> None:
 
 def test_rewinding_that_fails_leaves_what_there_was(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
-    write, calls = module.atomic_write_text, []
+    write, calls = checkpoint_module.atomic_write_text, []
 
     def full(path: Path, text: str) -> None:
         calls.append(path.name)
@@ -235,7 +236,7 @@ def test_rewinding_that_fails_leaves_what_there_was(store: CheckpointStore, monk
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, text)
 
-    monkeypatch.setattr(module, "atomic_write_text", full)
+    monkeypatch.setattr(checkpoint_module, "atomic_write_text", full)
     with pytest.raises(OSError, match="No space left"):
         store.rewind(newest(store), Progress(update=1, epoch_update=7))
     assert calls[0].startswith("state-") and newest(store).progress.epoch == 1

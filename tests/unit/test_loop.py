@@ -16,7 +16,14 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 def window(workload: Workload | None, skip_second: bool = False) -> dict[str, float]:
     found = Window(workload)
     for number in (1, 2):
-        update = Update(number, [], 300, padded_positions=1000, real_positions=800, after=Cursor())
+        update = Update(
+            number=number,
+            micro_batches=[],
+            target_tokens=300,
+            padded_positions=1000,
+            real_positions=800,
+            after=Cursor(),
+        )
         sums = {"loss": torch.tensor(900.0), "nll": torch.tensor(600.0)}
         skipped = skip_second and number == 2
         found.add(update, UpdateResult(sums, 1.0, skipped, 1.0), waited=0.5, elapsed=2.0)

@@ -47,7 +47,7 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
     seen = max(batch.padded_tokens for update in some for batch in update.micro_batches)
     assert 0.97 * seen <= batch.padded_tokens <= 200
     assert batch.update == UpdateInfo(seed=batch.update.seed, tokens=batch.target_tokens, sentences=batch.rows)
-    assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; it takes" in caplog.text
+    assert f"largest micro-batch: {batch.rows} rows x {batch.longest} tokens; peak memory" in caplog.text
 
 
 @pytest.mark.parametrize(("wanted", "times"), [("auto", 0), ("never", 0), ("always", 1)])

@@ -28,7 +28,9 @@ V = Vocabulary(50)
 
 
 def update(number: int = 1, tokens: int = 10) -> Update:
-    return Update(number, [], tokens, 0, 0, Cursor())
+    return Update(
+        number=number, micro_batches=[], target_tokens=tokens, padded_positions=0, real_positions=0, after=Cursor()
+    )
 
 
 def result(loss: float, skipped: bool = False, scale: float = 1.0, culprits: tuple[str, ...] = ()) -> UpdateResult:
