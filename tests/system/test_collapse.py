@@ -63,7 +63,7 @@ def test_it_fires_on_a_model_that_ignores_its_source(runs: dict[str, tuple[Path,
 
 def test_it_is_silent_on_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
     run, said = runs["good"]
-    assert reliance(run)[-1] > 0.4
+    assert reliance(run)[-1] > 0.6
     assert "the decoder ignores its source" not in said
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = {tag: value for entry in entries for tag, value in entry.items()}
