@@ -223,9 +223,7 @@ def test_standard_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
     values = scored(capsys, "--hypothesis", "-", "--reference", files["--reference"])
     assert values["bleu"]["score"] == corpus_scores(HYPOTHESIS, [REFERENCE]).bleu
-    assert "must be given at most once" in refusal(
-        capsys, "--hypothesis", "-", "--reference", "-"
-    )
+    assert "must be given at most once" in refusal(capsys, "--hypothesis", "-", "--reference", "-")
 
 
 def test_unaligned_files_are_named_with_their_counts(
