@@ -16,7 +16,7 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.run.lock import RunLock
-from deepspeed_nmt.train import checkpoint
+from deepspeed_nmt.train import store
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import run_ranks
 
@@ -84,7 +84,7 @@ def test_of_several_ranks_one_says_why_all_stop(data: Path, tmp_path: Path, smal
     said("heads must divide dim", "model.heads=5")
     assert main(train_words(copy, run, *small, "training.max_updates=1")) == 0
     (run / "checkpoints" / "update-0000001" / "state.json").unlink()
-    said("none of the checkpoints in")
+    said("all checkpoints in")
     text = (copy / "valid.target").read_bytes()
     (copy / "valid.target").write_bytes(text[:-2] + b"~" + text[-1:])
     said("the content of valid.target has changed")
@@ -116,7 +116,7 @@ def test_nan_is_skipped_by_name_rolled_back_and_then_stops(
 def test_a_full_disk_is_survived_until_the_end(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, write, calls = tmp_path / "run", checkpoint.save_file, []
+    run, write, calls = tmp_path / "run", store.save_file, []
 
     def full(tensors: object, path: Path) -> None:
         calls.append(path)
@@ -124,14 +124,14 @@ def test_a_full_disk_is_survived_until_the_end(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(store, "save_file", full)
     capsys.readouterr()
     assert main(train_words(data, run, *small)) == 0
     error = capsys.readouterr().err
     assert "the checkpoint of update 8 could not be written" in error and "No space left on device" in error
     assert "last good one is of update 4" in error and "training continues" in error
     assert sorted(p.name for p in (run / "checkpoints").glob("update-*"))[-1] == "update-0000012"
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_: _raise())
+    monkeypatch.setattr(store, "save_file", lambda *_: _raise())
     error = refused(train_words(data, run, *small, "training.max_updates=14"), capsys, status=1)
     assert error.count("the checkpoint of update 14 could not be written") == 1 and "training continues" not in error
     assert Checkpoint(run / "checkpoints" / "update-0000012").resumable
@@ -146,7 +146,7 @@ def test_translate_and_average_say_what_is_missing(
 ) -> None:
     run = tmp_path / "run"
     words = ["translate", "--run", str(run), "--output", str(tmp_path / "out"), "--input"]
-    assert "must be a directory made by `train`" in refused([*words, "x"], capsys)
+    assert "must be a directory made by `train`" in refused([*words, str(data / "valid.source")], capsys)
     assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
     assert "must be a text file, but does not exist" in refused([*words, str(tmp_path / "none")], capsys)
     source = str(data.parent / "text" / "test.en")
@@ -223,7 +223,7 @@ def test_lost_manifests_are_not_a_new_run(
     assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.unlink()
-    assert "none of the checkpoints in" in refused(train_words(data, run, *small), capsys)
+    assert "all checkpoints in" in refused(train_words(data, run, *small), capsys)
 
 
 def test_a_corpus_that_was_changed_in_place(
@@ -276,7 +276,7 @@ def test_a_translation_replaces_the_output_only_when_complete(
         yield
 
     with monkeypatch.context() as patch:
-        patch.setattr("deepspeed_nmt.search.translate.translate_lines", interrupted)
+        patch.setattr("deepspeed_nmt.api.translate_lines", interrupted)
         assert refused([*words, str(text)], capsys, status=130)
     assert text.read_text(encoding="utf-8") == before and not list(tmp_path.glob(".text*"))
     assert "which is no directory" in refused([*words, str(tmp_path / "no" / "out")], capsys)

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused(
     assert "there is no folder /nowhere/bert" in refused(train("bert_parallel", prepared, run, missing))
     short = make_bert(tmp_path / "short", ["a b c"], 1, max_position_embeddings=12)
     words = train("bert_scratch_transformer", prepared, run, [short, short])
-    assert "sentences must have 12 source tokens at most, which is what the BERT reads" in refused(words)
+    assert "sentences must have 12 source tokens at most, which is what the model reads" in refused(words)
     prepare = ["prepare", "--out", str(tmp_path / "data"), "--tokenizer", f"hf:{berts[0]}"]
     for split in ("train", "valid"):
         for side in ("source", "target"):
