@@ -150,7 +150,10 @@ class CrossAttentionDropLayer(DecoderLayer):
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
             probe_11D = x_BTD.new_zeros(1, 1, x_BTD.shape[2]).requires_grad_()
-            return ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
+            x_BTD = ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
+            # The same holds for the encoder, if all layers drop in one update.
+            assert context.memory_BSD is not None
+            return ops.touch(x_BTD, context.memory_BSD)
         crossed = super().cross(select_blocks(x_BTD, len(coins), kept), context.of_passes(kept), None)
         rows = x_BTD.shape[0] // len(coins)
         blocks, done = list(torch.split(x_BTD, rows)), torch.split(crossed, rows)
