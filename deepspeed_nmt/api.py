@@ -168,7 +168,7 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
     """
     run = runs[0]
     settings = run.config.search.model_dump()
-    if (asks_exit or len(runs) > 1) and run.config.search.needs_exits and "name" not in changes:
+    if (asks_exit or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
         settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
     settings |= {key: value for key, value in changes.items() if value is not None}
     kind = SEARCHES[settings["name"]].config

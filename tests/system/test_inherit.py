@@ -129,7 +129,7 @@ RECURRENT = {"name": "recurrent", "encoder_loops": 2}
         (
             "--grow-from",
             {"layer": {"name": "cross_attention_drop", "drop_depth": 1}},
-            "(layer.drop_ratio=1 or layer.beyond=1); such runs cannot be grown",
+            "must be a run whose decoder layers all have cross-attention, but those of layer.name=cross_attention_drop",
         ),
         ("--init-from", {"model": {"activation": "gelu"}}, "but model.activation is gelu there and relu here"),
     ],
@@ -172,7 +172,7 @@ def test_a_run_goes_on_with_the_origin_it_has(
         assert main([*where, *more]) == 2
         return capsys.readouterr().err
 
-    assert "give one of them, too" in refused("--from-checkpoint", "last")
+    assert "neither --init-from nor --grow-from is given; give one of them" in refused("--from-checkpoint", "last")
     assert main([*command, *start, "training.max_updates=1"]) == 0
     assert main([*command, *start, "training.max_updates=2"]) == 0, "the same command again"
     assert main([*command, "training.max_updates=3"]) == 0
@@ -274,10 +274,10 @@ def test_report_depths_says_what_it_needs(
 
     picture = tmp_path / "depths.png"
     for loss in ("-1", "nan", "inf"):
-        assert "--max-loss must be a number of BLEU points from 0 up" in refused(picture, "--max-loss", loss)
+        assert "--max-loss must be at least 0 and finite" in refused(picture, "--max-loss", loss)
     assert "--out must end in .png, .svg or .pdf" in refused(tmp_path / "depths")
     assert "--out must be a file, but" in refused(tmp_path)
-    assert "was grown; translate with --exit shallow and --exit deep" in refused(picture, run=grown)
+    assert "has the exits shallow and deep; translate with --exit" in refused(picture, run=grown)
     assert main([*command, str(picture), "--run", str(bottom)]) == 0
     assert "was trained at 1 of its 4 depths only (2-2)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]

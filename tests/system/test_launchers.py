@@ -1,4 +1,4 @@
-"""The launchers, called as the README says."""
+"""The launchers, called as the documentation says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.support import ROOT, free_port
 
 
-def test_torchrun_as_in_the_readme(data: Path, small: list[str], tmp_path: Path) -> None:
-    (line,) = re.findall(r"^torchrun .*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+def test_torchrun_as_documented(data: Path, small: list[str], tmp_path: Path) -> None:
+    (line,) = re.findall(r"^torchrun .*$", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.MULTILINE)
     words = line.split()
     for word, replacement in (("DATA", str(data)), ("RUN", str(tmp_path / "run")), ("8", "2")):
         words[words.index(word)] = replacement
