@@ -129,7 +129,7 @@ RECURRENT = {"name": "recurrent", "encoder_loops": 2}
         (
             "--grow-from",
             {"layer": {"name": "cross_attention_drop", "drop_depth": 1}},
-            "must be a run whose decoder layers all have cross-attention, but those of layer.name=cross_attention_drop",
+            "decoder layers all have cross-attention, but those of layer.name=cross_attention_drop",
         ),
         ("--init-from", {"model": {"activation": "gelu"}}, "but model.activation is gelu there and relu here"),
     ],
@@ -279,7 +279,7 @@ def test_report_depths_says_what_it_needs(
     assert "--out must be a file, but" in refused(tmp_path)
     assert "has the exits shallow and deep; translate with --exit" in refused(picture, run=grown)
     assert main([*command, str(picture), "--run", str(bottom)]) == 0
-    assert "was trained at 1 of its 4 depths only (2-2)" in capsys.readouterr().err
+    assert "was trained at only 1 of its 4 depths (2-2)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]
 
 
