@@ -24,6 +24,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import shutil
 import socket
@@ -56,8 +57,7 @@ BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
 TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
-PRELOADED = ["__main__", "torch.utils.tensorboard", "deepspeed.runtime.zero.muon.original_muon"]
-PROCESSES = multiprocessing.get_context("forkserver")  # importing these each time would take longer than all else
+PROCESSES = multiprocessing.get_context("forkserver")  # importing torch each time would take longer than all else
 LOCK = threading.Lock()  # multiprocessing is not made for several threads
 
 
@@ -124,8 +124,9 @@ class Commits(NamedTuple):
         return result
 
     def _run(self, checkout: Path, label: str, words: list[str], ranks: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        ports = random.sample(range(20000, 30000), 9)  # which the system gives to no outgoing connection
+        port = next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         logs, processes = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)], []
         for rank, log in enumerate(logs):
             launcher = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
@@ -134,13 +135,13 @@ class Commits(NamedTuple):
                 processes[-1].start()
         statuses: list[int | None] = [None]
         deadline = time.monotonic() + 900.0  # for a command that hangs
-        while None in statuses and time.monotonic() < deadline:
+        while None in statuses and not any(statuses) and time.monotonic() < deadline:
             time.sleep(0.05)
             with LOCK:
                 statuses = [process.exitcode for process in processes]
         for process in processes:
             process.kill()
-        for log, status in zip(logs, statuses, strict=True):
+        for log, status in sorted(zip(logs, statuses, strict=True), key=lambda rank: rank[1] is None):
             if status != 0:
                 raise ChildProcessError(f"{log}: exit status {status}\n{log.read_text()[-1500:]}")
 
@@ -274,7 +275,7 @@ def main() -> int:
     for name in ("old", "new", "logs"):
         (work / name).mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    PROCESSES.set_forkserver_preload(PRELOADED)
+    PROCESSES.set_forkserver_preload(["__main__", "deepspeed.runtime.zero.muon.original_muon"])
     del sys.path[0]  # or transformers would import kernels.py beside this file as the package of that name
     cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
     data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
@@ -283,8 +284,7 @@ def main() -> int:
         try:
             commits = Commits(arguments.old.resolve(), arguments.new.resolve(), work, arguments.ranks, bar.update)
             equal = [report("data", compare_data(commits, data))]
-            reports = [pool.submit(report, cell[0], compare_family(commits, *cell)) for cell in cells]
-            equal += [each.result() for each in reports]
+            equal += pool.map(lambda cell: report(cell[0], compare_family(commits, *cell)), cells)
         finally:
             pool.shutdown(cancel_futures=True)
     tqdm.write(f"{'equal to the bit' if all(equal) else 'the commits differ'}; {bar.format_dict['elapsed']:.0f} s")
