@@ -60,7 +60,8 @@ class StopRequest:
         """Record that all ranks stop now, by this rank's request or another's."""
         self.agreed = True
         if not self:
-            self.signal_name = "a request to another rank"
+            # A preemption signals one rank after another; this rank's own signal, if still to come, is no second one.
+            self.signal_name, self._since = "a request to another rank", time.monotonic()
 
     def _without_a_signal(self) -> str:
         if self._file and Path(self._file).exists():

@@ -42,6 +42,14 @@ def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "finishing this update, then saving; interrupt again to stop at once\n"
 
 
+def test_the_signal_of_a_rank_that_agreed_before_is_not_a_second_one() -> None:
+    """A preemption signals one rank after another, and ranks may agree to stop between the first and the last."""
+    with StopRequest() as stop:
+        stop.agree()
+        send(signal.SIGTERM)  # would end this process, and with it the tests
+        assert stop.signal_name == "a request to another rank"
+
+
 def test_unasked_it_leaves_no_trace() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
