@@ -184,7 +184,7 @@ def test_a_sentence_has_one_translation() -> None:
     author = Author(seed=7)
     translations: dict[str, str] = {}
     repeated = 0
-    for _ in range(15_000):
+    for _ in range(20_000):
         english, german = author.sentence()
         repeated += english in translations
         assert translations.setdefault(english, german) == german
@@ -218,19 +218,19 @@ def test_corpus_shows_what_makes_translation_hard() -> None:
 
 
 def test_a_decoder_that_ignores_its_source_scores_near_zero() -> None:
-    references = [german for _, german in islice(sentence_pairs(4), 500)]
-    others = [german for _, german in islice(sentence_pairs(5), 500)]
-    assert sacrebleu.corpus_bleu(others, [references]).score < 4
+    references = [german for _, german in islice(sentence_pairs(4), 300)]
+    others = [german for _, german in islice(sentence_pairs(5), 300)]
+    assert sacrebleu.corpus_bleu(others, [references]).score < 2
     assert sacrebleu.corpus_bleu(references, [references]).score > 99.9
 
 
 def test_splits_share_no_sentence_and_write_the_same_bytes(tmp_path: Path) -> None:
-    write_sample(tmp_path / "one", 3000, 200, 300, seed=5)
-    write_sample(tmp_path / "two", 4000, 200, 300, seed=5)
+    write_sample(tmp_path / "one", 1000, 200, 300, seed=5)
+    write_sample(tmp_path / "two", 1500, 200, 300, seed=5)
     for language in ("en", "de"):
         lines = [(tmp_path / "one" / f"{name}.{language}").read_text("utf-8").splitlines() for name in SPLITS]
-        assert [len(part) for part in lines] == [3000, 200, 300]
-        assert len(set().union(*lines)) == 3500
+        assert [len(part) for part in lines] == [1000, 200, 300]
+        assert len(set().union(*lines)) == 1500
         for name in ("valid", "test"):
             held_out = f"{name}.{language}"
             assert (tmp_path / "one" / held_out).read_bytes() == (tmp_path / "two" / held_out).read_bytes()
