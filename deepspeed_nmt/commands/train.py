@@ -80,7 +80,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     if config.engine.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.engine.deterministic)
+        torch.use_deterministic_algorithms(True)  # takes seconds: it imports the compiler
     lock = None
     try:
         with fail_together(world):
