@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell. Children would inherit it, and those that tests interrupt would run on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     # Triton's kernels are then run by its interpreter; it has to be known before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

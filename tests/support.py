@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
@@ -18,9 +21,11 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.manifest import replace_files
 from deepspeed_nmt.selftest.models import VOCABULARY
-from deepspeed_nmt.train.checkpoint import Checkpoint
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,6 +131,17 @@ def parity_loader(directory: Path, world: World) -> TrainLoader:
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
     return TrainLoader(Corpus(directory, "train"), batches, 5, world.data_rank, world.data_ranks, VOCABULARY)
+
+
+def change_settings(run: Path, config: Mapping[str, object]) -> None:
+    """Make a run one that was trained with other settings, checkpoints included."""
+    replace_files(run, {"config.yaml": yaml.safe_dump(config).encode()})
+    for directory in (run / "checkpoints").glob("update-*"):
+        record = json.loads((directory / "run.json").read_text())
+        (directory / "run.json").write_text(json.dumps({**record, "config": config}))
+        manifest = CheckpointManifest.model_validate_json((directory / "manifest.json").read_bytes())
+        files = {**manifest.files, "run.json": FileRecord.of(directory / "run.json")}
+        manifest.model_copy(update={"files": files}).write(directory)
 
 
 def assert_same(run: Path, other: Path, update: int = 12) -> None:

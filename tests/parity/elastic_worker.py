@@ -36,7 +36,7 @@ def main() -> None:
     scalars = engine.scalars()
     if world.is_main:
         progress = Progress(update=last, epoch=end.epoch, epoch_update=end.update)
-        CheckpointStore(store).save(progress, scalars, engine.state(), best=False)
+        CheckpointStore(store).save(progress, scalars, engine.state())
         Path(out).write_text(json.dumps(report["loss"]))
     else:
         list(engine.state())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.support import run_ranks
+from tests.support import change_settings, run_ranks
 
 GROW = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
 
@@ -113,7 +114,7 @@ def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
     config = yaml.safe_load((to / "config.yaml").read_text())
     for name, settings in sections.items():
         config[name].update(settings)
-    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    change_settings(to, config)
     return to
 
 
@@ -198,7 +199,9 @@ def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
     start = ["--init-from", str(bottom)]
     assert "--from-checkpoint must be best, last, average or the path" in refused(*start, "--from-checkpoint", "nope")
     other = variant(bottom, tmp_path / "other")
-    (other / "checkpoints" / "best").unlink()
+    for checkpoint in (other / "checkpoints").glob("update-*"):
+        opened = Checkpoint(checkpoint)
+        opened.restate(replace(opened.progress, best_score=None))
     assert "use --from-checkpoint last" in refused("--init-from", str(other))
     shutil.rmtree(other / "checkpoints")
     assert "must hold a checkpoint, but is empty; train first" in refused("--init-from", str(other))

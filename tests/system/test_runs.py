@@ -52,6 +52,7 @@ def test_a_run_leaves_what_is_promised(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         *("vocabulary.model", "vocabulary.json", "logs", ".lock", "resolved.json"),
+        *("manifest.json", "manifest.json.sha256"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [4, 4, 8, 8, 12, 12, 12]
