@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
 
-Both models have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same padded
-batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with foreach AdamW
-and all logits at once. Reference and variants take turns on each batch, so that other work on the machine affects all
-alike; a ratio is the median over the batches. Each variant after the first undoes one optimisation:
+Both models have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same
+padded batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with
+foreach AdamW and all logits at once. Reference and variants take turns on each batch, so that other work on the
+machine affects all alike; a ratio is the median over the batches. Each variant after the first undoes one
+optimisation:
 
     ours              as in the recipes: no dropout on attention weights or after the activation
     same dropout      dropout wherever torch.nn.Transformer has it
