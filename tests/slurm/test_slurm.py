@@ -1,4 +1,4 @@
-"""The batch scripts under a real SLURM. Jobs are interrupted as on clusters, and their runs must end with equal weights."""
+"""The batch scripts under a real SLURM: jobs are interrupted as on clusters, and resume to the bit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
     def completes(self, restarts: int, whole: Path, within: float = 150) -> None:
-        """Assert that the job succeeds after these restarts, with the weights of ``whole`` and one entry for each update."""
+        """Assert that the job succeeds after these restarts with the weights of ``whole`` and a complete log."""
         state = self.cluster.ended(self.number, within)
         assert state == "COMPLETED", self.said()[-5000:]
         assert int(self.cluster.job(self.number, "Restarts")) == restarts
