@@ -63,7 +63,7 @@ def test_it_warns_of_a_model_that_ignores_its_source(runs: dict[str, tuple[Path,
     assert "layer.name=cross_attention_drop" in said and "objective.ald.weight=1" in said
 
 
-def test_it_is_silent_on_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
+def test_it_does_not_warn_of_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
     run, said = runs["good"]
     assert reliance(run)[-1] > 0.6
     assert "the decoder ignores its source" not in said

@@ -126,7 +126,7 @@ def test_skipped_updates_delay_saving_and_validation(
     assert [line["update"] for line in lines if "valid/loss" in line] == [4, 9, 12]
 
 
-def test_killed_between_rollback_and_next_checkpoint(
+def test_a_run_killed_between_rollback_and_next_checkpoint(
     data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> None:

@@ -228,7 +228,7 @@ def test_translate_average_and_score(
         )
         == 0
     )
-    assert small.read_text(encoding="utf-8") == texts["last"], "the same whatever the batch size"
+    assert small.read_text(encoding="utf-8") == texts["last"], "the batch size does not change translations"
     nbest = tmp_path / "nbest"
     assert (
         main(

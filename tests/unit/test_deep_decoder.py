@@ -161,7 +161,7 @@ def test_a_dropped_layers_moments_decay_as_under_a_zero_gradient() -> None:
         before = parameter.detach().clone()
         engine.update([batch(kept + later)], 9, 0.01)
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], moment * 0.9**later)
-        assert not torch.equal(parameter, before), "its momentum still moves it"
+        assert not torch.equal(parameter, before), "momentum still updates it"
 
 
 # DDR and R-Drop.

@@ -99,7 +99,7 @@ def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) ->
     assert not alone
 
 
-def test_a_signal_that_comes_while_one_looks_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_during_the_check_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopRequest() as stop:
 
         def looks_elsewhere() -> str:
