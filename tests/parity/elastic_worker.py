@@ -1,4 +1,4 @@
-"""One rank that trains some updates from a checkpoint, or from the start, and leaves one.
+"""One rank that trains some updates from a checkpoint or from the start, and saves a checkpoint.
 
 Arguments: corpus directory, method, engine (as in engine_worker), first and last update, checkpoint to start from or
 "-", directory for the checkpoint of the last update, output file. The output is JSON: the losses.

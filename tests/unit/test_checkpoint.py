@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked before they are trusted."""
+"""Checkpoints are written completely or not at all, and verified before use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepspeed_nmt.train.store import CheckpointStore
 
 
 def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:
-    """Three parameters filled with a value; names go to ``seen`` as they are taken."""
+    """Yield three parameters filled with a value, and append their names to ``seen``."""
     for name in ("a", "b.weight", "c"):
         if seen is not None:
             seen.append(name)
@@ -54,7 +54,7 @@ def newest(store: CheckpointStore) -> Checkpoint:
     return found
 
 
-def test_what_is_saved_comes_back(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_checkpoint_is_restored(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_SHARD_BYTES", 30)  # several shards
     assert store.newest() is None
     save(store, 7)
@@ -69,7 +69,7 @@ def test_what_is_saved_comes_back(store: CheckpointStore, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 1)
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert "resuming from update-0000001, because update-0000002 is damaged" in caplog.text
 
 
-def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
+def test_damage_of_all_checkpoints_is_an_error(store: CheckpointStore) -> None:
     save(store, 1)
     (store.directory / "update-0000001" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged \(update-0000001\)"):
@@ -104,7 +104,7 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "safetensors"])
-def test_a_full_disk_leaves_what_there_was(
+def test_a_full_disk_keeps_the_existing_checkpoints(
     store: CheckpointStore, error: OSError | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 1, best=1)
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_what_there_was(
     seen: list[str] = []
     with pytest.raises(OSError, match="No space left"):
         store.save(progress(2, best=2), EngineScalars(), states(2.0, seen))
-    assert seen == ["a", "b.weight", "c"], "other ranks take part in all of it"
+    assert seen == ["a", "b.weight", "c"], "all parameters are read, because other ranks take part"
     assert newest(store).progress.update == 1 and store.open("best").progress.update == 1
     assert sorted(path.name for path in store.directory.iterdir()) == ["best", "latest", "update-0000001"]
 
@@ -129,7 +129,7 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
     average = store.open("average")
     assert average.path == path and not average.resumable
     assert torch.equal(average.weight("a"), torch.full((2, 3), 3.0))
-    assert newest(store).progress.update == 6, "an average is not where training continues"
+    assert newest(store).progress.update == 6, "training does not resume from an average"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_run_without_a_best_checkpoint_names_the_users_option(store: Checkpoin
         store.open("best", "--from-checkpoint")
 
 
-def test_a_damaged_best_checkpoint_names_a_way_out(store: CheckpointStore) -> None:
+def test_the_error_of_a_damaged_best_checkpoint_names_a_remedy(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2, best=2)
     damage(store, 2)
@@ -168,7 +168,7 @@ def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore
     assert newest(store).progress.update == 2 and store.open("best").progress.update == 2
 
 
-def test_a_good_checkpoint_is_kept_only_if_it_is_the_same(store: CheckpointStore) -> None:
+def test_an_intact_checkpoint_is_replaced_only_if_it_differs(store: CheckpointStore) -> None:
     save(store, 2)
     before = (store.directory / "update-0000002").stat().st_ino
     save(store, 2)
@@ -177,7 +177,7 @@ def test_a_good_checkpoint_is_kept_only_if_it_is_the_same(store: CheckpointStore
     assert torch.equal(newest(store).weight("a"), torch.full((2, 3), 5.0))
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_displace_an_intact_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 8)
     damage(store, 8)
@@ -186,7 +186,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path)
     assert newest(store).progress.update == 6 and store.names() == ["update-0000006", "update-0000008"]
 
 
-def test_skipped_updates_do_not_push_out_what_a_run_rolls_back_to(tmp_path: Path) -> None:
+def test_skipped_updates_do_not_displace_the_checkpoint_of_a_rollback(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 1)
     save(store, 2)
@@ -197,7 +197,7 @@ def test_skipped_updates_do_not_push_out_what_a_run_rolls_back_to(tmp_path: Path
     assert store.names() == ["update-0000006"], "the streak is over"
 
 
-def test_only_sizes_are_compared_of_what_another_rank_has_hashed(store: CheckpointStore) -> None:
+def test_files_hashed_by_another_rank_are_checked_by_size(store: CheckpointStore) -> None:
     save(store, 1)
     file = store.directory / "update-0000001" / "weights-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -207,7 +207,7 @@ def test_only_sizes_are_compared_of_what_another_rank_has_hashed(store: Checkpoi
         Checkpoint(file.parent, verify=False)
 
 
-def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> None:
+def test_the_manifest_lists_the_tensors_of_each_file(store: CheckpointStore) -> None:
     save(store, 1)
     content = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
     assert content["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
@@ -220,19 +220,19 @@ def test_a_run_can_be_rewound_to_an_older_checkpoint(tmp_path: Path) -> None:
         save(store, update, best=4 if update == 4 else 1)
     found = store.newest(until=3)
     assert found is not None and found.progress.update == 2 and store.newest(until=0) is None
-    for place in (7, 8):  # and again
+    for place in (7, 8):  # twice
         store.rewind(found, replace(progress(2, best=1), epoch_update=place))
         found = newest(store)
         assert found.path.name == "update-0000002" and found.progress.epoch_update == place
-        assert found.scalars == EngineScalars(2, 8.0, 2), "all but the place is as it was"
+        assert found.scalars == EngineScalars(2, 8.0, 2), "only the position changes"
         assert torch.equal(found.weight("a"), torch.full((2, 3), 2.0))
     assert store.names() == ["update-0000001", "update-0000002"]
     assert store.open("last").progress.update == 2 and store.open("best").progress.update == 1
     save(store, 4)
-    assert newest(store).progress.epoch_update == 0, "written anew"
+    assert newest(store).progress.epoch_update == 0, "the checkpoint is written again"
 
 
-def test_rewinding_that_fails_leaves_what_there_was(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rewind_changes_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
     write, calls = manifest.atomic_write_bytes, []
 
