@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deepspeed_nmt.cli import main
 from deepspeed_nmt.sample.corpus import write_sample
+from tests.fuzz.program import run_program
 
 COMMON = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("ci", derandomize=True, max_examples=50, **COMMON)
@@ -30,12 +30,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with text/, data/ and run/, to copy."""
     directory = tmp_path_factory.mktemp("tiny")
     write_sample(directory / "text", train=60, valid=4, test=4, seed=3)
-    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", "200"]
+    words = ["prepare", "--out", "data", "--vocab-size", "200"]
     for split in ("train", "valid"):
-        for side, name in (("source", "en"), ("target", "de")):
-            words += [f"--{split}-{side}", str(directory / "text" / f"{split}.{name}")]
-    assert main(words) == 0
-    assert main(["train", "--data", str(directory / "data"), "--run", str(directory / "run"), *TINY]) == 0
+        words += [f"--{split}-source", f"text/{split}.en", f"--{split}-target", f"text/{split}.de"]
+    assert run_program(words, directory, ["data"]).status == 0
+    assert run_program(["train", "--data", "data", "--run", "run", *TINY], directory, ["run"]).status == 0
     return directory
 
 

@@ -160,6 +160,7 @@ def _isolated(place: Path, streams: list[io.TextIOWrapper]) -> Iterator[None]:
     began = time.monotonic()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(place / SCRATCH)  # otherwise `train` makes one, until the process ends
     os.chdir(place)
     tempfile.tempdir = str(place / SCRATCH)
     sys.stdin, sys.stdout, sys.stderr = streams
