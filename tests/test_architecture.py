@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
-HELPERS = {"errors", "registry", "console", "files", "randomness", "huggingface"}
+HELPERS = {"errors", "registry", "console", "files", "interruption", "locks", "randomness", "huggingface"}
 MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},

@@ -26,8 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: if the run has fewer checkpoints.
+        DataError: if another process is averaging them.
     """
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.locks import exclusive
     from deepspeed_nmt.run.directory import Run
 
     store = Run.open(arguments.run).checkpoints
@@ -38,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.last}; keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
-    path = store.save_average([store.directory / name for name in chosen])
+    refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
+    with exclusive(store.directory / ".average.lock", refusal):
+        path = store.save_average([store.directory / name for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

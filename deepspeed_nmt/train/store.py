@@ -209,7 +209,9 @@ class CheckpointStore:
     def _write(self, name: str, progress: Progress, scalars: EngineScalars, states: Iterator[ParameterState]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.directory / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        # One process at a time trains here, and one averages: what another left under such a name, it was killed.
+        for dead in self.directory.glob(f".{_PREFIX}*.tmp" if name.startswith(_PREFIX) else temporary.name):
+            shutil.rmtree(dead, ignore_errors=True)
         temporary.mkdir()
         try:
             weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
