@@ -75,7 +75,7 @@ else
         on_hosts "mkdir -p '$SCRATCH' && touch '$SCRATCH/stop'"
         trap 'on_hosts "rm -rf '"'$SCRATCH'"'"' EXIT
     }
-    touch "$SCRATCH/done" # the ranks mark their end on their own hosts; a lost ssh has a status of its own
+    echo 0 >"$SCRATCH/status" # the ranks are on other hosts: theirs is pdsh's status, and a lost ssh has one of its own
 fi
 say "$count hosts, meeting at $master:$port"
 run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"

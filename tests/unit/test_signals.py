@@ -13,12 +13,12 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, mark_done
+from deepspeed_nmt.train.signals import STATUS_FILE, STOP_FILE, StopRequest, hand_over
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -48,6 +48,31 @@ def test_the_signal_of_a_rank_that_agreed_before_is_not_a_second_one() -> None:
         stop.agree()
         send(signal.SIGTERM)  # would end this process, and with it the tests
         assert stop.signal_name == "a request to another rank"
+
+
+def test_a_lost_terminal_is_a_request_unless_nohup_ignores_it() -> None:
+    with StopRequest() as stop:
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)  # the shell and the kernel both report it
+        assert stop and stop.signal_name == "SIGHUP"
+        stop.agree()
+    send(signal.SIGHUP)  # while the process ends
+    with StopRequest() as stop:  # it is ignored now
+        send(signal.SIGHUP)
+        assert not stop
+
+
+def test_a_status_is_handed_over_if_training_ended_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's launcher reports every status but 0 as an error."""
+    assert hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
+    assert hand_over(1) == 1 and hand_over(70) == 70 and not (tmp_path / "status").exists()
+    for status in (75, 0):
+        assert hand_over(status) == 0 and (tmp_path / "status").read_text() == f"{status}\n"
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "on another host" / "status"))
+    assert hand_over(75) == 75
 
 
 def test_unasked_it_leaves_no_trace() -> None:
@@ -83,8 +108,6 @@ def test_a_file_asks_too_and_what_ranks_agree_on_counts(tmp_path: Path, monkeypa
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
     assert loop._stop_requested(stop, ALONE) and stop.agreed and stop.signal_name == "request"
-    mark_done()
-    assert (tmp_path / "done").exists()
 
 
 def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) -> None:
