@@ -7,22 +7,19 @@ subword-nmt, whose tokens are taken as they are.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
+from deepspeed_nmt.data.sentencepiece_process import train_model
 from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError
 
@@ -202,7 +199,7 @@ def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: A
     if vocab_size <= UNK + 1:
         raise DataError(f"--vocab-size must be more than the {UNK + 1} special tokens, but is {vocab_size}; raise it")
     try:
-        model = _in_thread(
+        model = train_model(
             chain([first], iterator),
             vocab_size=vocab_size,
             hard_vocab_limit=False,  # too small a vocabulary is reported by `_check_size`
@@ -224,38 +221,6 @@ def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: A
             f"tokens, but is {sizes.group(1)}; raise it, or lower --character-coverage (0.9995 for large scripts)"
         ) from error
     return SentencePieceTokenizer(model, segmented)
-
-
-def _in_thread(lines: Iterable[str], **settings: Any) -> bytes:
-    """Let SentencePiece train in a thread of its own, and return the serialised model.
-
-    The main thread waits in Python, so a signal ends the wait at once. Called there, SentencePiece would delay the
-    signal to its end, or report it as an error of the text.
-
-    Raises:
-        RuntimeError: if SentencePiece fails.
-        Exception: the error of ``lines``, which SentencePiece would report as one of its own.
-    """
-    result: Future[bytes] = Future()
-
-    def read() -> Iterator[str]:
-        try:
-            yield from lines
-        except Exception as error:
-            result.set_exception(error)
-
-    def train() -> None:
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(sentence_iterator=read(), model_writer=model, **settings)
-            outcome = partial(result.set_result, model.getvalue())
-        except Exception as error:
-            outcome = partial(result.set_exception, error)
-        if not result.done():
-            outcome()
-
-    Thread(target=train, daemon=True).start()
-    return result.result()
 
 
 def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:

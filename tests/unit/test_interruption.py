@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deepspeed_nmt import cli
 from deepspeed_nmt.commands import sample_data
-from deepspeed_nmt.data import sentencepiece as sentencepiece_module
 from deepspeed_nmt.data.sentencepiece import train_bpe
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_text_writer
 from deepspeed_nmt.interruption import Interrupted, interruptible
 
@@ -84,38 +87,46 @@ def test_outside_the_main_thread_nothing_changes() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["while it reads", "while it computes"])
 def test_a_signal_during_sentencepiece_is_no_failure_of_its(
-    number: signal.Signals, moment: str, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computes = threading.Event()
     if moment == "while it computes":  # for ever, as far as a user can tell
-
-        def train(**settings: object) -> None:
-            computes.wait(30)
-
-        monkeypatch.setattr(sentencepiece_module.sentencepiece.SentencePieceTrainer, "train", train)
+        program = tmp_path / "python"
+        program.write_text("#!/bin/sh\ncat >/dev/null\nexec sleep 30\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
 
     def signalled() -> None:
         time.sleep(0.1)
         os.kill(os.getpid(), number)
 
-    def lines() -> object:
+    def lines() -> Iterator[str]:
         for each in range(1000):
-            if each == 500:
-                time.sleep(0.3)
+            if each == 500 and moment == "while it reads":
+                time.sleep(5)
             yield f"line {each}"
 
     threading.Thread(target=signalled).start()
     began = time.monotonic()
     with pytest.raises(Interrupted) as interrupted, interruptible():
-        train_bpe(lines(), 60)  # type: ignore[arg-type]
+        train_bpe(lines(), 60)
     assert interrupted.value.signal == number and time.monotonic() - began < 3
-    computes.set()
+    assert not psutil.Process().children()
 
 
 def test_an_error_of_the_text_is_no_failure_of_sentencepiece() -> None:
-    def lines() -> object:
+    def lines() -> Iterator[str]:
         yield "one"
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        train_bpe(lines(), 60)  # type: ignore[arg-type]
+        train_bpe(lines(), 60)
+
+
+def test_a_killed_sentencepiece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may kill it when memory runs out."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(DataError, match="could not make a vocabulary of 60 tokens: killed by signal 9"):
+        train_bpe((f"line {each}" for each in range(100_000)), 60)
