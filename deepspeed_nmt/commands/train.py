@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status."""
-    from deepspeed_nmt.train.signals import StopRequest, hand_over
+    from deepspeed_nmt.train.signals import StopRequest
 
     with StopRequest() as stop:
         try:
             status = _train(arguments, stop)
         except ReportedError as reported:  # a stop while ranks wait for one another has status EXIT_STOPPED, too
             status = reported.status
-    return hand_over(status)
+    return stop.hand_over(status)
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:

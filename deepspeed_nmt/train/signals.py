@@ -33,25 +33,6 @@ scripts in launch/ use it.
 """
 
 
-def hand_over(status: int) -> int:
-    """Write the status of training that ended as it should to STATUS_FILE, if there is one.
-
-    Args:
-        status: exit status of this rank.
-
-    Returns:
-        The status for the launcher: 0 if ``status`` is written, otherwise ``status``.
-    """
-    path = os.environ.get(STATUS_FILE, "")
-    if not path or status not in (0, EXIT_STOPPED):
-        return status
-    try:
-        Path(path).write_text(f"{status}\n", encoding="utf-8")
-    except OSError:  # the directory is on the host of the script
-        return status
-    return 0
-
-
 class StopRequest:
     """A request to stop, after which the loop finishes its update and saves.
 
@@ -84,12 +65,32 @@ class StopRequest:
             # A preemption signals one rank after another; this rank's own signal, if still to come, is no second one.
             self.signal_name, self._since = "a request to another rank", time.monotonic()
 
+    def hand_over(self, status: int) -> int:
+        """Write the status of training that ended as it should to STATUS_FILE, if there is one.
+
+        Args:
+            status: exit status of this rank.
+
+        Returns:
+            The status for the launcher: 0 if ``status`` is written, otherwise ``status``.
+        """
+        path = os.environ.get(STATUS_FILE, "")
+        if not path or status not in (0, EXIT_STOPPED) or self._launcher_lost:
+            return status
+        try:
+            Path(path).write_text(f"{status}\n", encoding="utf-8")
+        except OSError:  # the script runs on another host
+            return status
+        return 0
+
+    @property
+    def _launcher_lost(self) -> bool:
+        return self._launcher != 0 and os.getppid() != self._launcher
+
     def _without_a_signal(self) -> str:
         if self._file and Path(self._file).exists():
             return "request"
-        if self._launcher and os.getppid() != self._launcher:
-            return "the loss of its launcher"
-        return ""
+        return "the loss of its launcher" if self._launcher_lost else ""
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STATUS_FILE, STOP_FILE, StopRequest, hand_over
+from deepspeed_nmt.train.signals import STATUS_FILE, STOP_FILE, StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +66,18 @@ def test_a_status_is_handed_over_if_training_ended_as_it_should(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed's launcher reports every status but 0 as an error."""
-    assert hand_over(75) == 75
-    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
-    assert hand_over(1) == 1 and hand_over(70) == 70 and not (tmp_path / "status").exists()
-    for status in (75, 0):
-        assert hand_over(status) == 0 and (tmp_path / "status").read_text() == f"{status}\n"
+    monkeypatch.setenv("RANK", "0")
+    stop, status = StopRequest(), tmp_path / "status"
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    assert stop.hand_over(1) == 1 and stop.hand_over(70) == 70 and not status.exists()
+    for number in (75, 0):
+        assert stop.hand_over(number) == 0 and status.read_text() == f"{number}\n"
     monkeypatch.setenv(STATUS_FILE, str(tmp_path / "on another host" / "status"))
-    assert hand_over(75) == 75
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert stop.hand_over(75) == 75 and status.read_text() == "0\n", "nobody is there to hear of it"
 
 
 def test_unasked_it_leaves_no_trace() -> None:
