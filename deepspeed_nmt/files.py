@@ -151,6 +151,7 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically: after a crash it has either the old or the new content.
 
     A file that exists keeps its permissions. If ``path`` is a symbolic link, the file that it leads to is replaced.
+    Pipes, devices and open descriptors (``/dev/stdout``, ``/dev/fd/3``) are written to directly.
 
     Args:
         path: of the file, which need not exist.
@@ -172,8 +173,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_text_writer(path: Path) -> Iterator[TextIO]:
     """Open a text file that replaces ``path`` atomically when the block ends without an error.
 
-    If the block fails, ``path`` is unchanged. A file that exists keeps its permissions. Pipes, devices and open
-    descriptors (``/dev/stdout``, ``/dev/fd/3``) are written to directly.
+    If the block fails, ``path`` is unchanged. Otherwise as :func:`atomic_write_bytes`.
 
     Args:
         path: of the file, which need not exist.
@@ -184,23 +184,8 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    descriptor = _descriptor(path)
-    if descriptor is not None or (path.exists() and not path.is_file()):
-        # A descriptor is written to where it stands: opened by its path, a file would be truncated.
-        target = path if descriptor is None else os.dup(descriptor)
-        with open(target, "w", encoding="utf-8", newline="\n") as file:  # noqa: PTH123
-            yield file
-        return
     with _replacing(path, "w", encoding="utf-8", newline="\n") as file:
         yield file
-
-
-def _descriptor(path: Path) -> int | None:
-    """Return the open descriptor that a path names; None if it names none."""
-    named = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
-    if match := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", str(path)):
-        return int(match[1])
-    return named.get(str(path))
 
 
 @contextmanager
@@ -213,8 +198,14 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
         options: of `open`.
 
     Yields:
-        The temporary file.
+        The temporary file; ``path`` itself if it is no file that can be replaced.
     """
+    descriptor = _descriptor(path)
+    if descriptor is not None or (path.exists() and not path.is_file()):
+        # A descriptor is written to where it stands: opened by its path, a file would be truncated.
+        with open(path if descriptor is None else os.dup(descriptor), mode, **options) as file:  # noqa: PTH123
+            yield file
+        return
     path = path.resolve()
     _remove_orphans(path)
     old = path.stat() if path.is_file() else None
@@ -231,6 +222,14 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def _descriptor(path: Path) -> int | None:
+    """Return the open descriptor that a path names; None if it names none."""
+    named = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+    if match := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", str(path)):
+        return int(match[1])
+    return named.get(str(path))
 
 
 def copy_permissions(old: os.stat_result, new: int | Path) -> None:
