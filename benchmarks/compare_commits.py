@@ -7,8 +7,8 @@ Both checkouts are run through their command lines. The old commit makes the tex
 each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
 of plain torch. The rows of the report compare
 
-    files         of data directories that both commits prepare from the same text: those that the old commit writes, and
-                  all values in its meta.json but the version
+    files         of data directories that both commits prepare from the same text: those that the old commit writes,
+                  and all values in its meta.json but the version
     weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
     log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
     translations  of fifty lines by the run's own search: four hypotheses of each line, with their scores
