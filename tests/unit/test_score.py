@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +225,30 @@ def test_standard_input(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piped = Path(files["--hypothesis"]).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(piped))))  # type: ignore[type-var]
     values = scored(capsys, "--hypothesis", "-", "--reference", files["--reference"])
     assert values["bleu"]["score"] == corpus_scores(HYPOTHESIS, [REFERENCE]).bleu
     assert "must be given at most once" in refusal(capsys, "--hypothesis", "-", "--reference", "-")
+
+
+def test_pipes_are_read_once(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = scored(capsys, *(word for pair in files.items() for word in pair))
+    pipes = dict(files)
+    for option, path in files.items():
+        pipes[option] = f"{path}.pipe"
+        os.mkfifo(pipes[option])
+        content = Path(path).read_bytes()
+        threading.Thread(target=Path(pipes[option]).write_bytes, args=[content], daemon=True).start()
+    piped = scored(capsys, *(word for pair in pipes.items() for word in pair))
+    assert piped["bleu"] == whole["bleu"] and piped["source_copies"] == whole["source_copies"]
+
+
+def test_compressed_text_is_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hyp.de.gz").write_bytes(gzip.compress(Path(files["--hypothesis"]).read_bytes()))
+    message = refusal(capsys, "--hypothesis", str(tmp_path / "hyp.de.gz"), "--reference", files["--reference"])
+    assert "hyp.de.gz must be plain text, but is compressed with gzip; run `gunzip -k" in message
 
 
 def test_unaligned_files_are_named_with_their_counts(
@@ -261,13 +284,13 @@ def test_empty_files(
     assert f"{empty} must hold one sentence a line, but is empty" in message
 
 
-@pytest.mark.parametrize(("name", "reason"), [("missing.de", "No such file or directory"), ("", "Is a directory")])
+@pytest.mark.parametrize(("name", "reason"), [("missing.de", "does not exist"), ("", "is a directory")])
 def test_unreadable_files(
     name: str, reason: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     message = refusal(capsys, "--hypothesis", str(path), "--reference", files["--reference"])
-    assert f"{path} must be a text file to read, but: {reason}" in message
+    assert f"{path} must be a text file, but {reason}" in message
 
 
 def test_unequal_numbers_of_lines_are_refused() -> None:
