@@ -6,6 +6,7 @@ and SLURM_LOCALID. A process started by plain `python` is the only rank.
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 import time
@@ -79,7 +80,7 @@ def isolate_extension_builds() -> None:
 
     torch compiles C++ extensions in that directory. A build that is killed leaves a lock there, and every later build
     in the same directory waits for it without end. All ranks of a host use the same directory: its name contains the
-    process id of their common parent.
+    process id of their common parent. It is removed at the end of the process, unless something was built in it.
 
     Raises:
         ConfigError: if the directory exists and another user owns it.
@@ -96,6 +97,12 @@ def isolate_extension_builds() -> None:
             f"{directory} must be owned by this user, but is not; set TORCH_EXTENSIONS_DIR to another directory"
         )
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+    atexit.register(_remove_if_empty, directory)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
 
 
 @contextmanager

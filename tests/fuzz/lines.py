@@ -84,7 +84,8 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
     if action.choices is not None:
         return _mostly(st.sampled_from(list(action.choices)), st.text(max_size=5))
     if action.type in (int, float):
-        return _mostly(st.sampled_from(["1", "2", "3", "7", "0.4"]), st.sampled_from(NUMBERS))
+        usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "200"]
+        return _mostly(st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS))
     if action.type is Path or action.metavar == "F":
         return paths(action)
     told = [word.replace(":A", ":0.6") for word in re.findall(r"[\w:.,-]*\w", action.help or "")]
@@ -115,11 +116,9 @@ def lines(draw: st.DrawFn) -> list[str]:
     """A command line: most of the required arguments, and some others, some of them twice."""
     command = draw(st.sampled_from(COMMANDS))
     sound = SOUND.get(command.words, "").split() if draw(st.integers(0, 3)) else []
-    chosen = []
-    for action in command.actions:
-        needed = (action.required or not action.option_strings) and not sound
-        number = draw(st.integers(0, 19))
-        chosen += [action] * ((number > 0) + (number > 18) if needed else (number > 15) + (number > 18))
+    needed = [action for action in command.actions if action.required or not action.option_strings]
+    chosen = [] if sound else [action for action in needed if draw(st.integers(0, 19))]
+    chosen += draw(st.lists(st.sampled_from(command.actions), max_size=4))
     line = [*command.words, *sound, *(word for action in chosen for word in draw(arguments(action)))]
     if draw(st.integers(0, 19)) == 0:
         line.insert(draw(st.integers(0, len(line))), draw(st.sampled_from(["--help", "--version", "--", "-", "--x", "x"])))

@@ -103,7 +103,7 @@ def run_program(
     scratch.mkdir(exist_ok=True)
     before = snapshot(place)
     streams = [
-        io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape"),
+        io.TextIOWrapper(io.BufferedReader(io.BytesIO(stdin)), "utf-8", "surrogateescape"),
         io.TextIOWrapper(io.BytesIO(), "utf-8", "strict", write_through=True),
         io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True),
     ]
