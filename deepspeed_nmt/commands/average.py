@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.locks import exclusive
     from deepspeed_nmt.run.directory import Run
 
-    store = Run.open(arguments.run).checkpoints
-    names = store.names()
+    opened = Run.open(arguments.run)
+    names = opened.checkpoints.names()
     if not 1 <= arguments.last <= len(names):
         raise CheckpointError(
             f"--last must be between 1 and the {len(names)} checkpoints that {arguments.run} keeps, but is "
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     chosen = names[-arguments.last :]
     refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
-    with exclusive(store.directory / ".average.lock", refusal):
-        path = store.save_average([store.directory / name for name in chosen])
+    with exclusive(opened.checkpoints.directory / ".average.lock", refusal):
+        path = opened.checkpoints.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

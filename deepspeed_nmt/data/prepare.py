@@ -26,7 +26,6 @@ from deepspeed_nmt.data.directory import (
     FORMAT,
     META_FILE,
     DataDirectory,
-    FileRecord,
     InputRecord,
     Meta,
     open_tokenizer,
@@ -36,7 +35,7 @@ from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, sha256_of
+from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
 
 DEFAULT_VOCAB_SIZE = 8000
@@ -196,9 +195,7 @@ def _fill(
         for name in (f"{split}.source", f"{split}.target"):
             _copy(inputs[name], staging / name)
 
-    files = {
-        path.name: FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path)) for path in sorted(staging.iterdir())
-    }
+    files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
         format=FORMAT,
         version=__version__,
@@ -212,7 +209,7 @@ def _fill(
         splits=splits,
         files=files,
     )
-    atomic_write_text(staging / META_FILE, meta.model_dump_json(indent=2) + "\n")
+    write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
     return meta
 
 
@@ -311,7 +308,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
     if not out.is_dir():
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
     try:
-        ours = {META_FILE, *json.loads((out / META_FILE).read_bytes())["files"]}
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *json.loads((out / META_FILE).read_bytes())["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         ours = set()
     others = sorted({path.name for path in out.iterdir()} - ours)
