@@ -33,7 +33,7 @@ def exclusive(path: Path, refusal: str) -> Iterator[bool]:
         holder = ""
         with suppress(OSError):
             holder = path.read_text(encoding="utf-8").strip()
-        raise DataError(refusal.format(holder=holder or "another process")) from error
+        raise DataError(refusal.replace("{holder}", holder or "another process")) from error
     except OSError:
         yield False
         return

@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.last}; keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
+    store = opened.checkpoints
     refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
-    with exclusive(opened.checkpoints.directory / ".average.lock", refusal):
-        path = opened.checkpoints.save_average([opened.checkpoint(name) for name in chosen])
+    with exclusive(store.directory / ".average.lock", refusal):
+        path = store.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

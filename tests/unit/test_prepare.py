@@ -468,6 +468,9 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
 
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+    with pytest.raises(DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore it, or run"):
+        DataDirectory.open(out)
+    (out / "meta.json.sha256").unlink()  # as an older version left it
     with pytest.raises(DataError, match=r"what this version's `prepare` writes, but format is not"):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")
