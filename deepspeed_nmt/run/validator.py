@@ -64,10 +64,9 @@ class ModelValidator:
             values = self._loss(model)
             if self._config.bleu:
                 values["valid/bleu"] = self._bleu(model)
-        score = (
-            values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -values["valid/loss"]
-        )
-        return Validation(values, score)
+        loss = values["valid/loss"]
+        score = values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -loss
+        return Validation(values, score, loss)
 
     def _loss(self, model: TranslationModel) -> dict[str, float]:
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
