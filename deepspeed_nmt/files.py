@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip -k"),
-    b"BZh": ("bzip2", "bunzip2 -k"),
-    b"\xfd7zXZ\x00": ("xz", "unxz -k"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"PK\x03\x04": ("zip", "unzip"),
+_NO_PLAIN_TEXT = {
+    b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
+    b"BZh": ("compressed with bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("compressed with xz", "unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "unzstd"),
+    b"PK\x03\x04": ("compressed with zip", "unzip"),
+    BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
 }
-"""First bytes of compressed files, with the name of the format and the command that decompresses it."""
+"""First bytes of files that are not UTF-8 text, with what they are and the command that makes text of them."""
 
 
 def sha256_of(path: Path) -> str:
@@ -47,18 +51,46 @@ def check_text(path: Path) -> None:
         raise DataError(f"{path} must be a text file, but does not exist") from error
     except OSError as error:
         raise DataError(f"{path} must be readable, but is not ({error.strerror or error})") from error
-    for magic, (kind, remedy) in _COMPRESSED.items():
+    check_beginning(start, str(path))
+
+
+def check_beginning(start: bytes, name: str) -> None:
+    """Check by its first bytes that a file can contain UTF-8 text.
+
+    Args:
+        start: its first bytes, 8 or more.
+        name: its path, for messages; ``-`` is standard input.
+
+    Raises:
+        DataError: if it is compressed or UTF-16.
+    """
+    for magic, (kind, remedy) in _NO_PLAIN_TEXT.items():
         if start.startswith(magic):
-            raise DataError(f"{path} must be plain text, but is compressed with {kind}; run `{remedy} {path}` first")
+            what, where = ("standard input", "the file") if name == "-" else (name, name)
+            raise DataError(f"{what} must be plain text, but is {kind}; run `{remedy} {where}` first")
+
+
+def without_byte_order_mark(start: bytes, name: str) -> bytes:
+    """Return the beginning of a text file without its byte order mark, which is no text, and log if it has one.
+
+    Args:
+        start: first line or more of the file.
+        name: its name, for the log.
+    """
+    if start.startswith(BOM_UTF8):
+        logger.info("%s: the byte order mark at its beginning is not read as text", name)
+    return start.removeprefix(BOM_UTF8)
 
 
 def text_lines(stream: BinaryIO) -> Iterator[str]:
-    """Yield lines of UTF-8 text, without their ends.
+    """Yield lines of UTF-8 text, without their ends, and without a byte order mark at the beginning.
 
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
     U+FFFD, so no line is lost.
     """
-    for line in stream:
+    for number, line in enumerate(stream):
+        if number == 0:
+            line = without_byte_order_mark(line, str(getattr(stream, "name", "the input")))
         yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
@@ -52,6 +53,7 @@ class Meta(Config):
         pairs_read: training pairs before cleaning.
         removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
         splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        round_trips: lines that encoding and decoding changes, by ``<split>.<side>``; empty in older directories.
         files: every file of the directory except ``meta.json``.
     """
 
@@ -65,6 +67,7 @@ class Meta(Config):
     pairs_read: int
     removed: dict[str, int]
     splits: dict[str, SplitStats]
+    round_trips: dict[str, RoundTrip] = Field(default_factory=dict)
     files: dict[str, FileRecord]
 
 

@@ -1,15 +1,18 @@
-"""Inspection of the text files that a data directory is made from."""
+"""Inspection and copying of the text files that a data directory is made from."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+import shutil
+from codecs import BOM_UTF8
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.directory import InputRecord
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import check_text
+from deepspeed_nmt.files import check_text, without_byte_order_mark
 
 Paths = tuple[Path, ...]
 
@@ -58,6 +61,22 @@ def inspect_inputs(files: Mapping[str, tuple[Paths, Paths]]) -> dict[str, tuple[
     return {name: tuple(found) for name, found in records.items()}
 
 
+def copy_text(paths: Sequence[Path], destination: Path) -> None:
+    """Concatenate files byte for byte, but without byte order marks, and with a line end between any two."""
+    with destination.open("wb") as file:
+        for number, path in enumerate(paths):
+            with path.open("rb") as part:
+                if part.read(len(BOM_UTF8)) != BOM_UTF8:
+                    part.seek(0)
+                shutil.copyfileobj(part, file)
+                if number < len(paths) - 1 and part.tell():
+                    part.seek(-1, os.SEEK_END)
+                    if part.read(1) != b"\n":
+                        file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _inspect(path: Path) -> InputRecord:
     check_text(path)
     digest = hashlib.sha256()
@@ -65,6 +84,8 @@ def _inspect(path: Path) -> InputRecord:
     last = b"\n"
     try:
         with path.open("rb") as file:
+            without_byte_order_mark(file.read(len(BOM_UTF8)), str(path))
+            file.seek(0)
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
                 size += len(block)

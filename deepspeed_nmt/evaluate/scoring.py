@@ -19,6 +19,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
+from deepspeed_nmt.files import check_beginning, without_byte_order_mark
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -66,7 +67,7 @@ def read_sentences(name: str) -> list[str]:
     """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks.
 
     Raises:
-        DataError: if the file cannot be read, is not UTF-8, or is empty.
+        DataError: if the file cannot be read, is compressed, is not UTF-8, or is empty.
     """
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -74,6 +75,8 @@ def read_sentences(name: str) -> list[str]:
         raise DataError(
             f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path"
         ) from error
+    check_beginning(data[:8], shown_name(name))
+    data = without_byte_order_mark(data, shown_name(name))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import io
 import json
 import sys
@@ -247,6 +249,31 @@ def test_bad_utf8_names_file_and_line(
     latin.write_bytes("gut\nschön\nalt\n".encode("latin-1"))
     message = refusal(capsys, "--hypothesis", str(latin), "--reference", files["--reference"])
     assert f"{latin} must be UTF-8, but line 2 holds the invalid byte 0xf6" in message
+
+
+def test_a_byte_order_mark_is_no_text(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    hypothesis, reference, source = (Path(files[name]) for name in ("--hypothesis", "--reference", "--source"))
+    hypothesis.write_bytes(reference.read_bytes())
+    for marked in (reference, hypothesis, source):
+        marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+        assert score(files) == 0
+        captured = capsys.readouterr()
+        assert "sacreBLEU = 100.00" in captured.out
+        assert f"{marked}: the byte order mark at its beginning is not read as text" in captured.err
+
+
+def test_compressed_and_utf16_files_are_named(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, wide = tmp_path / "ref.de.gz", tmp_path / "ref.utf16"
+    packed.write_bytes(gzip.compress(Path(files["--reference"]).read_bytes()))
+    wide.write_text("\n".join(REFERENCE), encoding="utf-16")
+    words = ["--hypothesis", files["--hypothesis"], "--reference"]
+    message = refusal(capsys, *words, str(packed))
+    assert f"{packed} must be plain text, but is compressed with gzip; run `gunzip -k {packed}` first" in message
+    assert f"{wide} must be plain text, but is UTF-16" in refusal(capsys, *words, str(wide))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(packed.read_bytes())))
+    assert "standard input must be plain text, but is compressed with gzip" in refusal(capsys, *words, "-")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\n"])
