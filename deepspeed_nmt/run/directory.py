@@ -24,6 +24,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.run.environment import environment
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.train.store import CheckpointStore
 
 CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
@@ -32,6 +33,8 @@ LOGS = "logs"
 ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
 
+_LONGEST_SOURCE = "longest_source"
+"""Entry of DATA_FILE: tokens of the longest source sentence that the run is trained on, without EOS."""
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
 
@@ -71,6 +74,13 @@ class Run:
         """Checkpoints of the run."""
         training = self.config.training
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+
+    @property
+    def max_source_tokens(self) -> int:
+        """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
+        file = self.path / DATA_FILE
+        longest = read_record(file, ()).get(_LONGEST_SOURCE, 0) if file.is_file() else 0  # older runs record none
+        return max(MAX_SOURCE_TOKENS, int(longest))
 
     def model(self, which: str) -> TranslationModel:
         """Build the model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
@@ -115,7 +125,12 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / ORIGIN_FILE).unlink(missing_ok=True)
         data.tokenizer().save(path)
-        atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
+        record = {
+            "path": str(data.path),
+            "fingerprint": data.fingerprint,
+            _LONGEST_SOURCE: data.meta.splits["train"].source.longest,
+        }
+        atomic_write_text(path / DATA_FILE, json.dumps(record))
         atomic_write_text(path / CONFIG_FILE, config.to_yaml())
     else:
         _check_same(path, config, data)

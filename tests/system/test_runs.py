@@ -267,6 +267,50 @@ def test_translate_average_and_score(
     assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(100.0)
 
 
+def test_translate_tells_what_is_wrong_with_its_input(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out, lines = tmp_path / "source", tmp_path / "out", ["The dog sleeps.", "The dog " * 30, "The cat " * 40]
+    words = ["translate", "--run", str(whole), "--input", str(source), "--output", str(out), "--beam", "1"]
+
+    def translated(text: str, *more: str, status: int = 0) -> tuple[list[str], str]:
+        source.write_text(text, encoding="utf-8")
+        out.write_text("before")
+        capsys.readouterr()
+        assert main([*words, *more]) == status
+        return out.read_text(encoding="utf-8").splitlines(), capsys.readouterr().err
+
+    whole_lines, said = translated("\n".join(lines))
+    assert "WARNING" not in said and "tokens" not in said
+    marked, said = translated("\ufeff" + "\n".join(lines))
+    assert marked == whole_lines and "source: the byte order mark at its beginning is not read as text" in said
+    cut, said = translated("\n".join(lines), "--max-source-tokens", "20")
+    assert cut[0] == whole_lines[0] and len(cut) == 3
+    assert "line 2 has " in said and "2 of 3 lines were cut to 20 tokens: lines 2, 3" in said
+    kept, said = translated("\n".join(lines), "--max-source-tokens", "20", "--strict", status=2)
+    assert kept == ["before"] and "20 tokens at most (max_source_tokens), but line 2 has " in said
+    assert "sentences in" not in said, "nothing was translated"
+    assert translated("\n".join(lines), "--strict")[0] == whole_lines
+    assert "--max-source-tokens must be at least 1, but is 0" in translated("a", "--max-source-tokens=0", status=2)[1]
+    _, said = translated("これは日本語の文です。\n猫が寝ている。\n")
+    assert "tokens up to line 2 (" in said and "unknown to the vocabulary" in said
+
+
+def test_what_a_run_was_trained_on_it_translates_whole(whole: Path, tmp_path: Path) -> None:
+    from deepspeed_nmt.api import Translator
+
+    assert Translator.open(whole).max_source_tokens == 1024
+    run, record = tmp_path / "run", json.loads((whole / "data.json").read_text())
+    shutil.copytree(whole, run)
+    assert 5 < record["longest_source"] < 100
+    (run / "data.json").write_text(json.dumps({**record, "longest_source": 3000}))
+    assert Translator.open(run).max_source_tokens == 3000
+    assert Translator.open([run, whole]).max_source_tokens == 1024, "what all of an ensemble were trained on"
+    older = {name: record[name] for name in ("path", "fingerprint")}
+    (run / "data.json").write_text(json.dumps(older))
+    assert Translator.open(run).max_source_tokens == 1024
+
+
 def test_asked_while_it_starts_a_run_ends_before_its_first_update(
     data: Path, tmp_path: Path, small: list[str]
 ) -> None:
