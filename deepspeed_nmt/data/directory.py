@@ -75,9 +75,11 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Open the vocabulary of a data or run directory.
 
     Raises:
-        DataError: if it is missing or cannot be read.
+        DataError: if it is missing, cannot be read, or is not what `prepare` recorded.
         ConfigError: if it needs a package that is not installed.
     """
+    if (path / META_FILE).is_file():
+        DataDirectory(path, _read_meta(path / META_FILE)).verify_hashes("vocabulary.")
     try:
         info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,6 +87,23 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if isinstance(info, dict) and info.get("kind") == "bert":
         return BertTokenizer.read(path, info)
     return SentencePieceTokenizer.read(path)
+
+
+def _read_meta(file: Path) -> Meta:
+    """Read META_FILE.
+
+    Raises:
+        DataError: if it is damaged, or of another version.
+    """
+    try:
+        return Meta.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(
+            f"{file} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
+            f"{error.error_count()} such); run `prepare` again with --overwrite"
+        ) from error
 
 
 class DataDirectory:
@@ -105,16 +124,7 @@ class DataDirectory:
         if not meta_path.is_file():
             what = f"has no {META_FILE}" if path.is_dir() else "does not exist"
             raise DataError(f"{path} must be a directory made by `prepare`, but {what}; run `prepare --out {path}`")
-        try:
-            meta = Meta.model_validate_json(meta_path.read_bytes())
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise DataError(
-                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
-                f"{error.error_count()} such); run `prepare` again with --overwrite"
-            ) from error
-        directory = cls(path, meta)
+        directory = cls(path, _read_meta(meta_path))
         directory._check(directory._size_problem)
         return directory
 
@@ -153,17 +163,22 @@ class DataDirectory:
             )
         return self.path / name
 
-    def verify_hashes(self) -> None:
-        """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
+    def verify_hashes(self, prefix: str = "") -> None:
+        """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
+
+        Args:
+            prefix: beginning of the names of the files to check; "" for all.
 
         Raises:
             DataError: if files are missing or were changed, all of them at once.
         """
-        self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record))
+        self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record), prefix)
 
-    def _check(self, problem_of: Callable[[str, FileRecord], str | None]) -> None:
+    def _check(self, problem_of: Callable[[str, FileRecord], str | None], prefix: str = "") -> None:
         problems = [
-            problem for name, record in sorted(self.meta.files.items()) if (problem := problem_of(name, record))
+            problem
+            for name, record in sorted(self.meta.files.items())
+            if name.startswith(prefix) and (problem := problem_of(name, record))
         ]
         if problems:
             raise DataError(

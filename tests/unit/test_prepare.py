@@ -405,6 +405,17 @@ def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
         _prepare(texts, overwrite=True)
 
 
+def test_a_damaged_vocabulary_is_not_given_to_other_data(texts: dict[str, Any], tmp_path: Path) -> None:
+    _prepare(texts)
+    model = texts["out"] / "vocabulary.model"
+    content = bytearray(model.read_bytes())
+    content[content.index("▁the".encode()) + 3] ^= 2
+    model.write_bytes(content)
+    (texts["out"] / "valid.source").unlink()  # concerns nobody who needs the vocabulary only
+    with pytest.raises(DataError, match=r"but the content of vocabulary\.model has changed; restore it"):
+        _prepare({**texts, "out": tmp_path / "second", "vocab_size": None, "vocab_from": texts["out"]})
+
+
 def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     out = texts["out"]
     with pytest.raises(DataError, match="must be a directory made by `prepare`, but does not exist"):
