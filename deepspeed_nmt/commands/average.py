@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output
     from deepspeed_nmt.run.directory import Run
 
-    store = Run.open(arguments.run).checkpoints
-    names = store.names()
+    opened = Run.open(arguments.run)
+    names = opened.checkpoints.names()
     if not 1 <= arguments.last <= len(names):
         raise CheckpointError(
             f"--last must be between 1 and the {len(names)} checkpoints that {arguments.run} keeps, but is "
             f"{arguments.last}; keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
-    path = store.save_average([store.directory / name for name in chosen])
+    path = opened.checkpoints.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

@@ -126,7 +126,8 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.directory import CONFIG_FILE, has_begun
+    from deepspeed_nmt.run.directory import has_begun
+    from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     source = arguments.init_from or arguments.grow_from
@@ -137,6 +138,8 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
+    if begun:
+        verify_run(arguments.run)
     if arguments.recipe is None and base is None and begun:
         base = arguments.run / CONFIG_FILE  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +15,11 @@ from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import sha256_of
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
 from deepspeed_nmt.registry import Config
 
 META_FILE = "meta.json"
 FORMAT: Literal[1] = 1
-
-
-class FileRecord(Config):
-    """A file of the directory."""
-
-    bytes: int
-    sha256: str
 
 
 class InputRecord(Config):
@@ -72,14 +64,13 @@ class Meta(Config):
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open the vocabulary of a data or run directory.
+    """Open the vocabulary of a data or run directory, after comparing it with the directory's record of its files.
 
     Raises:
-        DataError: if it is missing, cannot be read, or is not what `prepare` recorded.
+        DataError: if it is missing, damaged, or cannot be read.
         ConfigError: if it needs a package that is not installed.
     """
-    if (path / META_FILE).is_file():
-        DataDirectory(path, _read_meta(path / META_FILE)).verify_hashes("vocabulary.")
+    _check_vocabulary(path)
     try:
         info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -89,21 +80,24 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return SentencePieceTokenizer.read(path)
 
 
-def _read_meta(file: Path) -> Meta:
-    """Read META_FILE.
+def _check_vocabulary(path: Path) -> None:
+    """Compare a vocabulary with the record of a data or run directory; older runs have none.
 
     Raises:
-        DataError: if it is damaged, or of another version.
+        DataError: if a file is lost or damaged.
     """
+    record = path / (META_FILE if (path / META_FILE).exists() else MANIFEST_FILE)
     try:
-        return Meta.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+        files = json.loads(read_record(record)[0])["files"].items() if record.exists() else ()
+        records = {name: FileRecord(**each) for name, each in files if name.startswith("vocabulary.")}
+    except (DamagedRecordError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{file} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
-            f"{error.error_count()} such); run `prepare` again with --overwrite"
+            f"{record} must be as it was written, but is not ({error}); restore it from a copy"
         ) from error
+    problems = [f"{name} {problem}" for name, each in records.items() if (problem := each.problem(path / name))]
+    if problems:
+        what = " and ".join(problems)
+        raise DataError(f"the vocabulary of {path} must be as it was written, but {what}; restore it from a copy")
 
 
 class DataDirectory:
@@ -124,8 +118,19 @@ class DataDirectory:
         if not meta_path.is_file():
             what = f"has no {META_FILE}" if path.is_dir() else "does not exist"
             raise DataError(f"{path} must be a directory made by `prepare`, but {what}; run `prepare --out {path}`")
-        directory = cls(path, _read_meta(meta_path))
-        directory._check(directory._size_problem)
+        try:
+            meta = Meta.model_validate_json(read_record(meta_path)[0])
+        except DamagedRecordError as error:
+            raise DataError(f"{error}; restore it, or run `prepare` again with --overwrite") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise DataError(
+                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
+                f"{error.error_count()} such); run `prepare` again with --overwrite"
+            ) from error
+        directory = cls(path, meta)
+        directory._check(verify=False)
         return directory
 
     @property
@@ -136,6 +141,16 @@ class DataDirectory:
             if name.endswith(".bin") or name.startswith("vocabulary."):
                 digest.update(f"{name} {record.sha256}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def vocabulary(self) -> dict[str, FileRecord]:
+        """Records of the vocabulary's files by name."""
+        return {name: record for name, record in self.meta.files.items() if name.startswith("vocabulary.")}
+
+    @property
+    def longest_source(self) -> int:
+        """Tokens of the longest source sentence of the training text, without EOS."""
+        return self.meta.splits["train"].source.longest
 
     @property
     def has_test(self) -> bool:
@@ -163,35 +178,22 @@ class DataDirectory:
             )
         return self.path / name
 
-    def verify_hashes(self, prefix: str = "") -> None:
-        """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
-
-        Args:
-            prefix: beginning of the names of the files to check; "" for all.
+    def verify_hashes(self) -> None:
+        """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
 
         Raises:
             DataError: if files are missing or were changed, all of them at once.
         """
-        self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record), prefix)
+        self._check(verify=True)
 
-    def _check(self, problem_of: Callable[[str, FileRecord], str | None], prefix: str = "") -> None:
+    def _check(self, *, verify: bool) -> None:
         problems = [
-            problem
+            f"{name} {problem}"
             for name, record in sorted(self.meta.files.items())
-            if name.startswith(prefix) and (problem := problem_of(name, record))
+            if (problem := record.problem(self.path / name, verify))
         ]
         if problems:
             raise DataError(
                 f"{self.path} must be as `prepare` left it, but {'; '.join(problems)}; "
                 "restore it, or run `prepare` again with --overwrite"
             )
-
-    def _size_problem(self, name: str, record: FileRecord) -> str | None:
-        path = self.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        size = path.stat().st_size
-        return None if size == record.bytes else f"{name} has {size} bytes instead of {record.bytes}"
-
-    def _hash_problem(self, name: str, record: FileRecord) -> str | None:
-        return None if sha256_of(self.path / name) == record.sha256 else f"the content of {name} has changed"

@@ -31,10 +31,10 @@ def trainer_settings(normalization: Normalization) -> Iterator[dict[str, str]]:
         yield {"normalization_rule_name": "nmt_nfkc"}
         return
     rules = {**(nfc_rules() if normalization == "nfc" else {}), **white_space_rules()}
-    with tempfile.TemporaryFile() as file:  # it has no name, so a process that is killed leaves nothing behind
+    with tempfile.NamedTemporaryFile(suffix=".tsv") as file:
         file.write(_as_tsv(rules).encode())
-        file.seek(0)
-        yield {"normalization_rule_tsv": f"/dev/fd/{file.fileno()}"}
+        file.flush()
+        yield {"normalization_rule_tsv": file.name}
 
 
 def named(model: bytes, normalization: Normalization) -> bytes:

@@ -28,7 +28,6 @@ from deepspeed_nmt.data.directory import (
     FORMAT,
     META_FILE,
     DataDirectory,
-    FileRecord,
     InputRecord,
     Meta,
     open_tokenizer,
@@ -39,7 +38,8 @@ from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.files import sync_directory
+from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
 
 DEFAULT_VOCAB_SIZE = 8000
@@ -213,9 +213,7 @@ def _fill(
         for side, paths in zip(("source", "target"), options.paths(split), strict=True):
             copy_text(paths, staging / f"{split}.{side}")
 
-    files = {
-        path.name: FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path)) for path in sorted(staging.iterdir())
-    }
+    files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
         format=FORMAT,
         version=__version__,
@@ -230,7 +228,7 @@ def _fill(
         round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
         files=files,
     )
-    atomic_write_text(staging / META_FILE, meta.model_dump_json(indent=2) + "\n")
+    write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
     return meta
 
 
@@ -325,11 +323,11 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
     names = {path.name for path in out.iterdir()}
     try:
-        ours = {META_FILE, *json.loads((out / META_FILE).read_bytes())["files"]}
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *json.loads((out / META_FILE).read_bytes())["files"]}
     except FileNotFoundError:
         ours = set()
     except (OSError, ValueError, KeyError, TypeError):  # damaged, so its names decide
-        ours = {META_FILE, *filter(_PREPARED.fullmatch, names)}
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *filter(_PREPARED.fullmatch, names)}
     others = sorted(names - ours)
     if others:
         shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")

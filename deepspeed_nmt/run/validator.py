@@ -55,8 +55,8 @@ class ModelValidator:
         self._config = config
         self._search = search
         self._world = world
-        train, valid = (data.meta.splits[split].source.longest for split in ("train", "valid"))
-        self._max_source_tokens = max(MAX_SOURCE_TOKENS, train)
+        self._max_source_tokens = max(MAX_SOURCE_TOKENS, data.longest_source)
+        valid = data.meta.splits["valid"].source.longest
         if config.bleu and valid > self._max_source_tokens and world.is_main:
             logger.warning(
                 "the validation set has a source line of %s tokens: of lines over %s only the beginning is "

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and that stopping and going on changes nothing."""
+"""Whole runs: their files, and resumption to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import sacrebleu
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.run.manifest import data_record, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
 
@@ -34,13 +36,13 @@ def train_ranks(data: Path, run: Path, *settings: str) -> None:
 
 
 def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint."""
+    """Return all weights of a checkpoint."""
     return Checkpoint(run / "checkpoints" / f"update-{update:07d}").weights()
 
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain run of twelve updates that nobody disturbed."""
+    """An uninterrupted plain run of twelve updates."""
     from tests.system.conftest import SMALL
 
     run = tmp_path_factory.mktemp("whole") / "run"
@@ -48,10 +50,11 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_run_leaves_what_is_promised(whole: Path) -> None:
+def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         *("vocabulary.model", "vocabulary.json", "logs", ".lock", "resolved.json"),
+        *("manifest.json", "manifest.json.sha256"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [4, 4, 8, 8, 12, 12, 12]
@@ -73,11 +76,11 @@ def test_a_run_leaves_what_is_promised(whole: Path) -> None:
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
     assert set(board.Tags()["scalars"]) == tags
-    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "it learns"
+    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "the loss falls"
     assert json.loads((whole / "environment.json").read_text())["packages"]["torch"]
 
 
-def test_resumed_is_uninterrupted(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
     assert train(data, run, *small, "training.max_updates=6") == 0
     assert train(data, run, *small) == 0
@@ -104,7 +107,7 @@ def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
     assert_same(run, whole)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+def test_ctrl_c_saves_and_explains_how_to_resume(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *small]
     long = [*command, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
@@ -131,7 +134,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_two_ranks_resume_to_the_bit_and_validate_unequal_shares(
+def test_two_ranks_resume_to_the_bit_and_validate_unequal_numbers_of_sentences(
     data: Path, whole: Path, tmp_path: Path, small: list[str], stage: str
 ) -> None:
     settings = [*small, "engine.name=deepspeed", f"engine.ds_config={stage}"]
@@ -141,9 +144,7 @@ def test_two_ranks_resume_to_the_bit_and_validate_unequal_shares(
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
-def test_another_engine_and_number_of_ranks_goes_on_with_the_same_curve(
-    data: Path, tmp_path: Path, small: list[str]
-) -> None:
+def test_another_engine_and_number_of_ranks_continue_the_curve(data: Path, tmp_path: Path, small: list[str]) -> None:
     settings = [*small, "model.dropout=0"]
     assert train(data, tmp_path / "one", *settings) == 0
     train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6", "engine.ds_config=zero2")
@@ -230,7 +231,7 @@ def test_translate_average_and_score(
         )
         == 0
     )
-    assert small.read_text(encoding="utf-8") == texts["last"], "the same whatever the batch size"
+    assert small.read_text(encoding="utf-8") == texts["last"], "the batch size does not change translations"
     nbest = tmp_path / "nbest"
     assert (
         main(
@@ -296,22 +297,20 @@ def test_translate_tells_what_is_wrong_with_its_input(
     assert "tokens up to line 2 (" in said and "unknown to the vocabulary" in said
 
 
-def test_what_a_run_was_trained_on_it_translates_whole(whole: Path, tmp_path: Path) -> None:
-    from deepspeed_nmt.api import Translator
-
-    assert Translator.open(whole).max_source_tokens == 1024
+def test_lines_as_long_as_the_training_text_are_translated_whole(whole: Path, tmp_path: Path) -> None:
     run, record = tmp_path / "run", json.loads((whole / "data.json").read_text())
     shutil.copytree(whole, run)
-    assert 5 < record["longest_source"] < 100
-    (run / "data.json").write_text(json.dumps({**record, "longest_source": 3000}))
-    assert Translator.open(run).max_source_tokens == 3000
-    assert Translator.open([run, whole]).max_source_tokens == 1024, "what all of an ensemble were trained on"
-    older = {name: record[name] for name in ("path", "fingerprint")}
-    (run / "data.json").write_text(json.dumps(older))
-    assert Translator.open(run).max_source_tokens == 1024
+    saved = Checkpoint(whole / "checkpoints" / "update-0000012").run
+    assert saved is not None and 5 < saved.longest_source == record["longest_source"] < 100
+    for longest, expected in ((3000, 3000), (100, 1024)):
+        replace_files(run, {"data.json": data_record(record["path"], record["fingerprint"], longest)})
+        assert Translator.open(run).max_source_tokens == expected
+        assert Translator.open([run, whole]).max_source_tokens == 1024, "every run of an ensemble reads it"
+    replace_files(run, {"data.json": json.dumps({key: record[key] for key in ("path", "fingerprint")}).encode()})
+    assert Translator.open(run).max_source_tokens == 1024, "an older run"
 
 
-def test_asked_while_it_starts_a_run_ends_before_its_first_update(
+def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
     data: Path, tmp_path: Path, small: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -339,7 +338,7 @@ def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path
     run = tmp_path / "run"
     frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.best_by=loss", "validation.bleu=false"]
     settings = [*small, *frozen, "training.patience=2", "training.max_updates=400"]
-    for _ in range(2):  # started again, it is still finished
+    for _ in range(2):  # it is still finished when started again
         assert train(data, run, *settings) == 0
         (last,) = (run / "checkpoints").glob("update-*012")
         progress = Checkpoint(last).progress
@@ -347,7 +346,7 @@ def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path
         assert len(list((run / "checkpoints").glob("update-*"))) == 3
 
 
-def test_a_run_goes_on_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     assert train(data, run, "training.max_updates=14") == 0

@@ -1,4 +1,4 @@
-"""`prepare` from files to a data directory, and what it says about bad input."""
+"""`prepare`, from text files to a data directory, and its messages about bad input."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _left_behind(tmp_path: Path) -> list[str]:
     return [path.name for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_the_whole_road(texts: dict[str, Any], tmp_path: Path) -> None:
+def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> None:
     meta = _prepare(texts, test_source=texts["valid_source"], test_target=texts["valid_target"], threads=2)
     directory = DataDirectory.open(texts["out"])
     directory.verify_hashes()
@@ -82,7 +82,7 @@ def test_the_whole_road(texts: dict[str, Any], tmp_path: Path) -> None:
     assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
     assert [tokenizer.decode(corpus.target(i)) for i in range(len(corpus))] == TARGET
 
-    # Raw text stays byte for byte; every line of it is encoded at its own number, however broken.
+    # Raw text is copied byte for byte. Every line is encoded at its own number, even if it is damaged.
     for split in ("valid", "test"):
         assert directory.text(split, "source").read_bytes() == VALID_SOURCE
         assert directory.text(split, "target").read_bytes() == VALID_TARGET
@@ -123,7 +123,7 @@ def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
         assert words in text
 
 
-def test_line_separators_inside_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
+def test_line_separators_within_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
     odd = "\n".join(line.replace("near", "near\u2028to\u0085it\x0bnow", 1) for line in SOURCE) + "\n"
     texts["train_source"][0].write_bytes(odd.replace("\n", "\r\n").encode())
     meta = _prepare(texts)
@@ -169,7 +169,9 @@ def test_interrupted_run_leaves_nothing(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
-        assert any(".partial-" in name for name in _left_behind(tmp_path)), "the work must go on beside the result"
+        assert any(".partial-" in name for name in _left_behind(tmp_path)), (
+            "prepare must write to a temporary directory"
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare_module, "copy_text", interrupt)
@@ -188,7 +190,9 @@ def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     assert _left_behind(tmp_path) == []
 
 
-def test_same_again_does_nothing(texts: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_preparing_again_does_nothing(
+    texts: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     first = _prepare(texts)
     before = (texts["out"] / "meta.json").stat().st_mtime_ns
     moved = tmp_path / "moved.txt"
@@ -213,9 +217,9 @@ def test_other_data_is_replaced_only_on_request(texts: dict[str, Any], tmp_path:
     assert _left_behind(tmp_path) == ["data"]
 
 
-def test_a_directory_that_is_not_ours_is_never_replaced(texts: dict[str, Any]) -> None:
+def test_a_directory_with_other_files_is_never_replaced(texts: dict[str, Any]) -> None:
     texts["out"].mkdir()
-    _prepare(texts)  # an empty one is fine
+    _prepare(texts)  # an empty directory is accepted
     (texts["out"] / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"hold only what `prepare` made, but .* has thesis.tex"):
         _prepare(texts, overwrite=True)
@@ -388,8 +392,8 @@ def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(
         DataError,
-        match=r"the content of train\.target\.uint16\.bin has changed; the content of valid\.target has changed; "
-        "restore it, or run `prepare` again with --overwrite",
+        match=r"train\.target\.uint16\.bin has other content than was written; valid\.target has other content than "
+        "was written; restore it, or run `prepare` again with --overwrite",
     ):
         _prepare(texts)
     meta = _prepare(texts, overwrite=True)
@@ -405,17 +409,6 @@ def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
         _prepare(texts, overwrite=True)
 
 
-def test_a_damaged_vocabulary_is_not_given_to_other_data(texts: dict[str, Any], tmp_path: Path) -> None:
-    _prepare(texts)
-    model = texts["out"] / "vocabulary.model"
-    content = bytearray(model.read_bytes())
-    content[content.index("▁the".encode()) + 3] ^= 2
-    model.write_bytes(content)
-    (texts["out"] / "valid.source").unlink()  # concerns nobody who needs the vocabulary only
-    with pytest.raises(DataError, match=r"but the content of vocabulary\.model has changed; restore it"):
-        _prepare({**texts, "out": tmp_path / "second", "vocab_size": None, "vocab_from": texts["out"]})
-
-
 def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     out = texts["out"]
     with pytest.raises(DataError, match="must be a directory made by `prepare`, but does not exist"):
@@ -428,7 +421,7 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     tokens = out / "train.target.uint16.bin"
     content = tokens.read_bytes()
     tokens.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(DataError, match=r"the content of train\.target\.uint16\.bin has changed"):
+    with pytest.raises(DataError, match=r"train\.target\.uint16\.bin has other content than was written"):
         DataDirectory.open(out).verify_hashes()
     tokens.write_bytes(content[:-2])
     (out / "valid.source").unlink()
@@ -439,6 +432,9 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
 
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
+    with pytest.raises(DataError, match=r"does not match its hash in meta\.json\.sha256; restore it"):
+        DataDirectory.open(out)
+    (out / "meta.json.sha256").unlink()
     with pytest.raises(DataError, match=r"what this version's `prepare` writes, but format is not"):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")

@@ -1,4 +1,4 @@
-"""`score`: published numbers come out to the last decimal, labels do not lie, and bad files are refused."""
+"""`score`: published scores to the last decimal, correct labels, and refusal of bad files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 
-# System -> sacreBLEU (13a) against reference A, reference B, both; chrF2 against reference A. As published.
+# System -> published sacreBLEU (13a) against reference A, reference B, and both; chrF2 against reference A.
 WMT22_ENDE = {
     "Online-B": ("38.3685", "38.2999", "52.3153", "64.6401"),
     "OpenNMT": ("35.6851", "35.7015", "48.3994", "62.1349"),
@@ -68,7 +68,7 @@ def scored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The message with which ``score`` refuses its input."""
+    """Return the message with which ``score`` refuses its input."""
     assert main(["score", *words]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -105,7 +105,9 @@ def test_text_output_has_label_detail_and_signature(
     assert captured.err == ""
 
 
-def test_tokenised_bleu_is_labelled_and_alone(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenised_bleu_is_labelled_and_the_only_score(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert score(files, "--tokenised") == 0
     out = capsys.readouterr().out
     assert out.startswith("tokenised BLEU (not comparable with sacreBLEU) = ")
@@ -114,8 +116,8 @@ def test_tokenised_bleu_is_labelled_and_alone(files: dict[str, str], capsys: pyt
     assert "chrF" not in out
 
 
-def test_tokenised_bleu_counts_the_tokens_as_they_stand() -> None:
-    # By hand: 5 + 5 tokens of 6 + 5 match; one 4-gram of the first and both of the second sentence do.
+def test_tokenised_bleu_does_not_tokenise() -> None:
+    # By hand: 5 + 5 of 6 + 5 tokens match, and one 4-gram of the first and both of the second sentence.
     score = tokenised_bleu(["the cat sat on a mat", "a b c d e"], [["the cat sat on the mat", "a b c d e"]])
     assert score.detail.precisions == pytest.approx((1000 / 11, 700 / 9, 500 / 7, 300 / 5))
     assert (score.detail.hypothesis_tokens, score.detail.reference_tokens) == (11, 11)
@@ -295,7 +297,7 @@ def test_unreadable_files(
     assert f"{path} must be a text file to read, but: {reason}" in message
 
 
-def test_library_refuses_what_sacrebleu_would_cut_short() -> None:
+def test_unequal_numbers_of_lines_are_refused() -> None:
     with pytest.raises(DataError, match=r"3 hypotheses and 2 lines in reference 2"):
         corpus_scores(HYPOTHESIS, [REFERENCE, REFERENCE[:2]])
     with pytest.raises(DataError, match=r"at least one hypothesis"):
@@ -306,10 +308,10 @@ def test_library_refuses_what_sacrebleu_would_cut_short() -> None:
         corpus_scores(HYPOTHESIS, [REFERENCE], tokenize="13b")
 
 
-def test_paired_bootstrap_tells_a_difference_from_noise() -> None:
+def test_paired_bootstrap_distinguishes_a_difference_from_noise() -> None:
     reference = [f"das ist der {number} Satz von vielen Sätzen im Text" for number in range(60)]
     wrong = [sentence.replace("von vielen", "aus allen") for sentence in reference]
-    # One change for the better and one for the worse: no difference that another sample would show again.
+    # One better and one worse sentence: no significant difference.
     shuffled = [reference[0], *wrong[1:30], *reference[30:59], wrong[59]]
     mixed = [*wrong[:30], *reference[30:]]
     worse, same = paired_bootstrap([mixed, wrong, shuffled], [reference])
