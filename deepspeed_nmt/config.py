@@ -35,7 +35,8 @@ class ValidationConfig(Config):
     best_by: str = Field(
         default="bleu",
         pattern="^(bleu|loss)$",
-        description="measure that chooses the best checkpoint; of equal BLEU, to two decimals, the lower loss",
+        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
+        "lower loss",
     )
     max_sentences: int = Field(
         default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+LEAST_BLEU = 1.0
+"""BLEU below which only losses are compared: so few words match by chance, while a model learns its first ones."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -45,8 +48,7 @@ class Progress:
     def improved_by(self, score: float, loss: float) -> bool:
         """Return True if a validation is better than the best so far: by its score, and at equal scores by its loss.
 
-        Scores are equal if their two printed decimals are. BLEU stays at 0.00 while a model learns its first words,
-        and only the loss tells its checkpoints apart.
+        Scores are equal if their two printed decimals are, or if both are below :data:`LEAST_BLEU`.
 
         Args:
             score: of the validation; greater is better.
@@ -60,8 +62,4 @@ class Progress:
 
 def _rank(score: float, loss: float) -> tuple[float, float]:
     """Return a key that sorts validations, the best last; NaN is worse than any number."""
-    return round(_worst_if_nan(score), 2), _worst_if_nan(-loss)
-
-
-def _worst_if_nan(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+    return round(score, 2) if score >= LEAST_BLEU else 0.0, -math.inf if math.isnan(loss) else -loss
