@@ -12,7 +12,9 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
-HELPERS = {"errors", "registry", "console", "files", "manifest", "randomness", "huggingface"}
+HELPERS = {
+    *("errors", "registry", "console", "files", "manifest", "interruption", "locks", "randomness", "huggingface")
+}
 MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},

@@ -26,8 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: if the run has fewer checkpoints.
+        DataError: if another process is averaging them.
     """
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.locks import exclusive
     from deepspeed_nmt.run.directory import Run
 
     opened = Run.open(arguments.run)
@@ -38,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.last}; keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
-    path = opened.checkpoints.save_average([opened.checkpoint(name) for name in chosen])
+    store = opened.checkpoints
+    refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
+    with exclusive(store.directory / ".average.lock", refusal):
+        path = store.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

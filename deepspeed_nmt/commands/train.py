@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.errors import EXIT_STOPPED
+from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -46,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status."""
-    from deepspeed_nmt.train.signals import StopRequest, mark_done
+    from deepspeed_nmt.train.signals import StopRequest
 
     with StopRequest() as stop:
-        status = _train(arguments, stop)
-    if status == 0:
-        mark_done()
-    return status
+        try:
+            status = _train(arguments, stop)
+        except ReportedError as reported:  # a stop while ranks wait for one another has status EXIT_STOPPED, too
+            status = reported.status
+    return stop.hand_over(status)
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:

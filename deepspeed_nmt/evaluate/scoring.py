@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
@@ -19,7 +17,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
-from deepspeed_nmt.files import check_beginning, without_byte_order_mark
+from deepspeed_nmt.files import check_plain, open_text, shown_name, skip_byte_order_mark
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -67,16 +65,12 @@ def read_sentences(name: str) -> list[str]:
     """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks.
 
     Raises:
-        DataError: if the file cannot be read, is compressed, is not UTF-8, or is empty.
+        DataError: if the file cannot be read, is compressed, not UTF-8, or empty.
     """
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path"
-        ) from error
-    check_beginning(data[:8], shown_name(name))
-    data = without_byte_order_mark(data, shown_name(name))
+    with open_text(name) as stream:
+        check_plain(stream, name)
+        skip_byte_order_mark(stream, name)
+        data = stream.read()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -206,8 +200,3 @@ def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
 
 def _bleu_values(score: float, detail: BleuDetail, signature: str) -> dict[str, object]:
     return {"score": score, **asdict(detail), "signature": signature}
-
-
-def shown_name(name: str) -> str:
-    """Return a file's name for messages."""
-    return "standard input" if name == "-" else name

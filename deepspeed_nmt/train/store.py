@@ -252,7 +252,9 @@ class CheckpointStore:
     ) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.directory / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        # One process at a time trains here, and one averages: other such directories are of killed processes.
+        for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else temporary.name):
+            shutil.rmtree(orphan, ignore_errors=True)
         temporary.mkdir()
         try:
             weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")

@@ -158,6 +158,7 @@ def test_training_is_started_stopped_and_resumed_by_ssh(
             process.wait()
     said = log.read_text()
     assert "2 hosts, meeting at 10.91.7.1:29651" in said and "stopped by request after update" in said
+    assert "exits with return code" not in said, "nothing failed"
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     stopped_at = int((run / "checkpoints/latest").read_text().strip().removeprefix("update-"))
     end = f"training.max_updates={stopped_at + 6}"

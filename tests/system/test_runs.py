@@ -20,6 +20,7 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.run.manifest import data_record, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.programs import Program
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
 
 
@@ -131,6 +132,24 @@ def test_ctrl_c_saves_and_explains_how_to_resume(data: Path, whole: Path, tmp_pa
     assert train(data, run, *small, last) == 0
     assert train(data, tmp_path / "straight", *small, last) == 0
     assert_same(run, tmp_path / "straight", stopped_at + 3)
+
+
+def test_a_lost_terminal_saves_and_stops(data: Path, tmp_path: Path, small: list[str]) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = [*small, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
+    command = ["-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *words, "collapse.every=0"]
+    process = Program(command, {**os.environ, "OMP_NUM_THREADS": "1"}, log)
+    try:
+        deadline = time.monotonic() + 150
+        while "update 5/" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=150) == 75, log.read_text()
+    finally:
+        process.kill()
+    assert "stopped by SIGHUP after update" in log.read_text()
+    assert Checkpoint(next((run / "checkpoints").glob("update-*"))).progress.update >= 5
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])

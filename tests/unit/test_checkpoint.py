@@ -122,6 +122,15 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
     assert sorted(path.name for path in store.directory.iterdir()) == ["best", "latest", "update-0000001"]
 
 
+def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
+    for name in (".update-0000003.tmp", ".average.tmp"):  # of an update that this run does not save, and another's
+        (store.directory / name).mkdir(parents=True)
+    save(store, 4)
+    assert sorted(each.name for each in store.directory.glob(".*")) == [".average.tmp"]
+    store.save_average([store.read("update-0000004")])
+    assert not list(store.directory.glob(".*"))
+
+
 def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) -> None:
     for update in (1, 2, 6):
         save(store, update)

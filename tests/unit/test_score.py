@@ -6,7 +6,9 @@ import codecs
 import gzip
 import io
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +226,30 @@ def test_standard_input(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piped = Path(files["--hypothesis"]).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(piped))))  # type: ignore[type-var]
     values = scored(capsys, "--hypothesis", "-", "--reference", files["--reference"])
     assert values["bleu"]["score"] == corpus_scores(HYPOTHESIS, [REFERENCE]).bleu
     assert "must be given at most once" in refusal(capsys, "--hypothesis", "-", "--reference", "-")
+
+
+def test_pipes_are_read_once(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = scored(capsys, *(word for pair in files.items() for word in pair))
+    pipes = dict(files)
+    for option, path in files.items():
+        pipes[option] = f"{path}.pipe"
+        os.mkfifo(pipes[option])
+        content = Path(path).read_bytes()
+        threading.Thread(target=Path(pipes[option]).write_bytes, args=[content], daemon=True).start()
+    piped = scored(capsys, *(word for pair in pipes.items() for word in pair))
+    assert piped["bleu"] == whole["bleu"] and piped["source_copies"] == whole["source_copies"]
+
+
+def test_compressed_text_is_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hyp.de.gz").write_bytes(gzip.compress(Path(files["--hypothesis"]).read_bytes()))
+    message = refusal(capsys, "--hypothesis", str(tmp_path / "hyp.de.gz"), "--reference", files["--reference"])
+    assert "hyp.de.gz must be plain text, but is compressed with gzip; run `gunzip -k" in message
 
 
 def test_unaligned_files_are_named_with_their_counts(
@@ -264,18 +286,11 @@ def test_a_byte_order_mark_is_no_text(files: dict[str, str], capsys: pytest.Capt
         assert f"{marked}: the byte order mark at its beginning is not read as text" in captured.err
 
 
-def test_compressed_and_utf16_files_are_named(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packed, wide = tmp_path / "ref.de.gz", tmp_path / "ref.utf16"
-    packed.write_bytes(gzip.compress(Path(files["--reference"]).read_bytes()))
+def test_utf16_is_refused(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = tmp_path / "ref.utf16"
     wide.write_text("\n".join(REFERENCE), encoding="utf-16")
-    words = ["--hypothesis", files["--hypothesis"], "--reference"]
-    message = refusal(capsys, *words, str(packed))
-    assert f"{packed} must be plain text, but is compressed with gzip; run `gunzip -k {packed}` first" in message
-    assert f"{wide} must be plain text, but is UTF-16" in refusal(capsys, *words, str(wide))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(packed.read_bytes())))
-    assert "standard input must be plain text, but is compressed with gzip" in refusal(capsys, *words, "-")
+    message = refusal(capsys, "--hypothesis", files["--hypothesis"], "--reference", str(wide))
+    assert f"{wide} must be plain text, but is UTF-16; run `iconv -f UTF-16 -t UTF-8 {wide}` first" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\n"])
@@ -288,13 +303,13 @@ def test_empty_files(
     assert f"{empty} must hold one sentence a line, but is empty" in message
 
 
-@pytest.mark.parametrize(("name", "reason"), [("missing.de", "No such file or directory"), ("", "Is a directory")])
+@pytest.mark.parametrize(("name", "reason"), [("missing.de", "does not exist"), ("", "is a directory")])
 def test_unreadable_files(
     name: str, reason: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     message = refusal(capsys, "--hypothesis", str(path), "--reference", files["--reference"])
-    assert f"{path} must be a text file to read, but: {reason}" in message
+    assert f"{path} must be a text file, but {reason}" in message
 
 
 def test_unequal_numbers_of_lines_are_refused() -> None:

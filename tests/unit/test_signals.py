@@ -13,12 +13,12 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, mark_done
+from deepspeed_nmt.train.signals import STATUS_FILE, STOP_FILE, StopRequest
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -48,6 +48,36 @@ def test_a_signal_after_the_agreement_to_stop_is_not_a_second_request() -> None:
         stop.agree()
         send(signal.SIGTERM)  # would end this process, and with it the tests
         assert stop.signal_name == "a request to another rank"
+
+
+def test_a_lost_terminal_is_a_request_unless_nohup_ignores_it() -> None:
+    with StopRequest() as stop:
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)  # the shell and the kernel both report it
+        assert stop and stop.signal_name == "SIGHUP"
+        stop.agree()
+    send(signal.SIGHUP)  # while the process ends
+    with StopRequest() as stop:  # it is ignored now
+        send(signal.SIGHUP)
+        assert not stop
+
+
+def test_a_status_is_handed_over_if_training_ended_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's launcher reports every status but 0 as an error."""
+    monkeypatch.setenv("RANK", "0")
+    stop, status = StopRequest(), tmp_path / "status"
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    assert stop.hand_over(1) == 1 and stop.hand_over(70) == 70 and not status.exists()
+    for number in (75, 0):
+        assert stop.hand_over(number) == 0 and status.read_text() == f"{number}\n"
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "on another host" / "status"))
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert stop.hand_over(75) == 75 and status.read_text() == "0\n", "nobody is there to hear of it"
 
 
 def test_handlers_are_restored() -> None:
@@ -83,8 +113,6 @@ def test_a_file_requests_a_stop_on_which_all_ranks_agree(tmp_path: Path, monkeyp
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
     assert loop._stop_requested(stop, ALONE) and stop.agreed and stop.signal_name == "request"
-    mark_done()
-    assert (tmp_path / "done").exists()
 
 
 def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) -> None:
