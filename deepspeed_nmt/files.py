@@ -91,7 +91,7 @@ def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
     start = stream.peek(max(map(len, _NOT_PLAIN)))
     for magic, (kind, command) in _NOT_PLAIN.items():
         if start.startswith(magic):
-            command = f"{command} {name}" if Path(name).is_file() else command.split()[0]
+            command = f"{command} {name}" if Path(name).is_file() else command.removesuffix(" -k")
             raise DataError(f"{shown_name(name)} must be plain text, but is {kind}; run `{command}` first")
 
 
