@@ -33,7 +33,10 @@ class ValidationConfig(Config):
 
     bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
     best_by: str = Field(
-        default="bleu", pattern="^(bleu|loss)$", description="measure that chooses the best checkpoint"
+        default="bleu",
+        pattern="^(bleu|loss)$",
+        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
+        "lower loss",
     )
     max_sentences: int = Field(
         default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
