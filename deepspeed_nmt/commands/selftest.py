@@ -57,9 +57,8 @@ def _check(arguments: argparse.Namespace, launched: int) -> None:
     Raises:
         ConfigError: if an option is out of range, or cannot be respected here.
     """
-    import torch
-
     from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.parallel.device import uses_cuda
 
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, but is {arguments.ranks}")
@@ -67,10 +66,7 @@ def _check(arguments: argparse.Namespace, launched: int) -> None:
         raise ConfigError(
             f"--ranks must be left out if a launcher starts the processes, but it has started {launched}"
         )
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch"
-        )
+    uses_cuda(arguments.device, "--device")
 
 
 def _start(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import sha256_of
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 
 META_FILE = "meta.json"
 FORMAT: Literal[1] = 1
@@ -106,10 +106,10 @@ class DataDirectory:
             meta = Meta.model_validate_json(meta_path.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
+            problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
-                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
-                f"{error.error_count()} such); run `prepare` again with --overwrite"
+                f"{meta_path} must be what this version's `prepare` writes, but {error.error_count()} of its values "
+                f"are not ({problem}); run `prepare` again with --overwrite"
             ) from error
         directory = cls(path, meta)
         directory._check(directory._size_problem)

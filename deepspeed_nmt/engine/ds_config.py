@@ -69,7 +69,7 @@ def load_ds_config(name: str) -> dict[str, Any]:
     path = find_ds_config(name)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be DeepSpeed's JSON, but cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a JSON object, but contains a {type(content).__name__}")

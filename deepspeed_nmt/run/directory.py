@@ -115,12 +115,31 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / ORIGIN_FILE).unlink(missing_ok=True)
         data.tokenizer().save(path)
-        atomic_write_text(path / DATA_FILE, json.dumps({"path": str(data.path), "fingerprint": data.fingerprint}))
+        record = {"path": str(data.path.resolve()), "fingerprint": data.fingerprint}
+        atomic_write_text(path / DATA_FILE, json.dumps(record))
         atomic_write_text(path / CONFIG_FILE, config.to_yaml())
     else:
         _check_same(path, config, data)
         atomic_write_text(path / CONFIG_FILE, config.to_yaml())
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+
+
+def recorded_data(path: Path) -> DataDirectory:
+    """Open the data directory that a run began with.
+
+    Args:
+        path: run directory.
+
+    Raises:
+        DataError: if it is not where it was, or is incomplete.
+    """
+    where = Path(str(read_record(path / DATA_FILE, ("path",))["path"]))
+    if not where.is_dir():
+        raise DataError(
+            f"--data is not given, so it is that of {path}, but there is no directory {where}; give the place of its "
+            "data by --data"
+        )
+    return DataDirectory.open(where)
 
 
 def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
