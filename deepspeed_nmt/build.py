@@ -52,7 +52,7 @@ def build_meta_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels
 class _Uninitialised(TorchFunctionMode):
     """Mode in which tensors are not filled with random numbers.
 
-    Meta tensors have no data to fill, and for that torch would first import parts of its compiler, which takes seconds.
+    Meta tensors have no data to fill, and torch would first import parts of its compiler, which takes seconds.
     """
 
     @override

@@ -11,11 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, report, setup_logging
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, shown
+from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
 from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
@@ -24,7 +23,6 @@ COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", 
 Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),
 which returns the exit status. Only the requested one is imported: `score` need not wait for torch and DeepSpeed.
 """
-_MAX_NAME_BYTES = 255
 _SETTING = re.compile(r"[\w.]+=")
 
 
@@ -50,22 +48,6 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _check_file_names(arguments: argparse.Namespace) -> None:
-    """Refuse file names that are longer than file systems allow, before a command meets one half-way.
-
-    Raises:
-        ConfigError: if there are any.
-    """
-    given = {option: value for option, value in vars(arguments).items() if option not in ("command", "settings")}
-    for value in given.values():
-        for path in value if isinstance(value, list) else [value]:
-            names = Path(path).parts if isinstance(path, (str, Path)) else ()
-            if any(len(os.fsencode(name)) > _MAX_NAME_BYTES for name in names):
-                raise ConfigError(
-                    f"file names must have at most {_MAX_NAME_BYTES} bytes, but {shown(str(path))} has a longer one"
-                )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
@@ -84,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
         setup_logging(place().rank)
-        _check_file_names(arguments)
         status: int = module.run(arguments)
         return status
     except ReportedError as reported:

@@ -271,10 +271,13 @@ def _hint(key: str) -> str:
     """Return a message with the ``name`` that an unknown setting belongs to, or the nearest known setting; or ""."""
     if names := _names_with(key):
         return f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
-    last = key.rsplit(".", 1)[-1]
-    known = list(_all_keys())
-    same = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
-    close = same or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    section, _, last = key.rpartition(".")
+    parted = {known: known.rpartition(".") for known in _all_keys()}
+    same = [known for known, (_, _, name) in parted.items() if name == last]
+    # Within a section only the names are compared, of which few letters may differ.
+    inside = {name: known for known, (known_in, _, name) in parted.items() if known_in == section}
+    choices, word = (inside, last) if inside else (dict(zip(parted, parted, strict=True)), key)
+    close = same or [choices[each] for each in difflib.get_close_matches(word, choices, n=1, cutoff=0.6)]
     return f"there is no setting {shown(key)}; did you mean '{close[0]}'?" if close else ""
 
 

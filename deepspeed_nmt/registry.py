@@ -36,7 +36,7 @@ _REQUIREMENTS = {
     "tuple": "must be a list",
 }
 """Requirements by the first word of pydantic's name of an error about a type."""
-_OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number")
+_OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_unicode")
 """Ends of pydantic's names of errors about types."""
 
 

@@ -168,8 +168,8 @@ def _plain(value: Any) -> Any:
 
 
 def _number(text: str) -> str | float:
-    """Convert text to a number if it is one. YAML 1.1 reads 7e-4 as a string."""
+    """Convert text to a number if it is one in a form that YAML 1.1 does not know, such as 7e-4."""
     try:
-        return float(text) if text[:1] in "+-.0123456789" else text
+        return text if text.isdecimal() or text[:1] not in "+-.0123456789" else float(text)
     except ValueError:
         return text
