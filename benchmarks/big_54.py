@@ -3,8 +3,8 @@
     python benchmarks/big_54.py [--ranks 2] [--tokens 64] [--updates 3]
 
 The model has 755 million parameters with V=32,000; DDR and ALD are off. The script prints loss, gradient norm and
-time of each update, and the peak memory of each rank. It shows that the model trains although no rank holds it whole.
-Times on CPUs do not predict those on GPUs.
+time of each update, and the peak memory of each rank. It shows that the model trains although no rank holds
+all of it. Times on CPUs do not predict those on GPUs.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks)),
             "TORCH_EXTENSIONS_DIR": scratch,
-            # Freed memory returns to the system at once, so that the peak is of memory in use.
+            # Freed memory returns to the system at once, so that the peak counts only memory in use.
             "MALLOC_TRIM_THRESHOLD_": "0",
         }
         words = [sys.executable, __file__, *sys.argv[1:], "--scratch", scratch]

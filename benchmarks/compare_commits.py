@@ -1,20 +1,20 @@
-"""Compare two commits to the bit: for developers, before and after a refactor that must not change any result.
+"""Compare the results of two commits bit for bit, for instance before and after a refactoring.
 
     git worktree add ../old COMMIT
     python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
 
-Both checkouts are driven through their command lines. The old commit makes the text and the data directories. Then
+Both checkouts are run through their command lines. The old commit makes the text and the data directories. Then
 each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
 of plain torch. The rows of the report compare
 
-    files         of data directories that both commits prepare from the same text; of meta.json all but the version
+    files         of data directories that both commits prepare from the same text, except the version in meta.json
     weights       of the last checkpoint, by name and SHA-256; likewise Adam's moments
     log           metrics.jsonl without timings: losses, gradient norms, validation, collapse monitor
-    translations  of fifty lines by the run's own search, four hypotheses a line, with their scores
+    translations  of fifty lines by the run's own search: four hypotheses of each line, with their scores
     resumed       weights, moments and log of the old commit's run, resumed by the new commit after update 15
     old run       translations of the old commit's run by the new commit
 
-The run to resume is the old commit's without its last checkpoint. The exit status is 1 if anything differs.
+The resumed run is a copy of the old commit's without its last checkpoint. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
 TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
-PROCESSES = multiprocessing.get_context("forkserver")  # importing torch each time would take longer than all else
-LOCK = threading.Lock()  # multiprocessing is not made for several threads
+PROCESSES = multiprocessing.get_context("forkserver")  # importing torch for each command would dominate
+LOCK = threading.Lock()  # multiprocessing is not thread-safe
 
 
 class Stage(NamedTuple):
@@ -70,7 +70,7 @@ class Stage(NamedTuple):
     searches: tuple[list[str], ...] = ([],)
 
 
-FAMILIES = {  # the longest come first; a second stage grows on top of the old commit's first
+FAMILIES = {  # longest first; a second stage grows on the old commit's first stage
     "depth_growing": [Stage("depth_growing_base_6", TINY), Stage("depth_growing_base_8", TOP, searches=BOTH_NETS)],
     "deep_decoder": [Stage("deep_decoder_base_30", [*TINY, "layer.drop_depth=1"])],
     "abnet": [Stage("abnet_parallel", [*BERTS, *ADAPTERS], "bert-data")],
@@ -84,7 +84,15 @@ FAMILIES = {  # the longest come first; a second stage grows on top of the old c
 
 
 def be_command(checkout: Path, work: Path, log: Path, launcher: dict[str, str], words: list[str]) -> None:
-    """Become ``python -m deepspeed_nmt *words`` of a checkout, started in a directory by a launcher, with a log."""
+    """Run ``python -m deepspeed_nmt *words`` of a checkout in this process.
+
+    Args:
+        checkout: checkout to run.
+        work: working directory.
+        log: file that receives stdout and stderr.
+        launcher: variables that a launcher would set.
+        words: command and its arguments.
+    """
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -96,7 +104,7 @@ def be_command(checkout: Path, work: Path, log: Path, launcher: dict[str, str], 
 
 
 class Commits(NamedTuple):
-    """Runs commands of two checkouts in a scratch directory; results go to its ``old`` and ``new``."""
+    """Commands of two checkouts, run in a scratch directory with the results in its ``old`` and ``new``."""
 
     old: Path
     new: Path
@@ -105,7 +113,7 @@ class Commits(NamedTuple):
     advance: Callable[[], object]
 
     def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
-        """Make a file or directory by a command, with ``{out}`` for its path. What ``old`` has made is used again."""
+        """Make a file or directory by a command, with ``{out}`` for its path. Results of ``old`` are reused."""
         out, checkout = f"{commit}/{name}", self.old if commit == "old" else self.new
         result, record = self.work / out, self.work / f"{out}.made-by"
         command = [word.format(out=out) for word in words]
@@ -113,7 +121,7 @@ class Commits(NamedTuple):
         if commit == "new" or not record.is_file() or record.read_text() != made_by:
             record.unlink(missing_ok=True)
             shutil.rmtree(result, ignore_errors=True)
-            if resumes is not None:  # from a copy, as if that run had been killed before its last checkpoint
+            if resumes is not None:  # a copy, as if that run had been killed before its last checkpoint
                 shutil.copytree(resumes, result)
                 shutil.rmtree(newest(result))
                 (result / "checkpoints" / "latest").write_text(f"{newest(result).name}\n")
@@ -124,7 +132,7 @@ class Commits(NamedTuple):
         return result
 
     def _run(self, checkout: Path, label: str, words: list[str], ranks: int) -> None:
-        ports = random.sample(range(20000, 30000), 9)  # which the system gives to no outgoing connection
+        ports = random.sample(range(20000, 30000), 9)  # below the ephemeral ports
         port = next(port for port in ports if socket.socket().connect_ex(("127.0.0.1", port)))
         world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         logs, processes = [self.work / "logs" / f"{label}-{rank}.log" for rank in range(ranks)], []
@@ -192,12 +200,12 @@ def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str]
 
 
 def newest(run: Path) -> Path:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     return max((run / "checkpoints").glob("update-*"))
 
 
 def measure(run: Path) -> dict[str, dict[str, str]]:
-    """Hash a run's last weights and moments, and read its log. The ``start`` of one trained anew differs."""
+    """Hash a run's last weights and moments, and read its log. Runs trained separately differ in ``start``."""
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     start = {"speed at update 1": str(entries[0].get("perf/target_tokens_per_s"))}
     found: dict[str, dict[str, str]] = {"weights": {}, "moments": {}, "log": {}, "start": start}
@@ -220,7 +228,7 @@ def hash_files(directory: Path) -> dict[str, str]:
 
 
 def first_difference(old: dict[str, str], new: dict[str, str]) -> str:
-    """Name the first value that differs; empty if all are equal."""
+    """Describe the first value that differs; return an empty string if all are equal."""
     names = [name for name in old | new if old.get(name) != new.get(name)]
     if not names:
         return "" if old else "there is nothing to compare"
@@ -245,7 +253,7 @@ def make_bert(folder: Path, text: Path) -> None:
 
 
 def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
-    """Print rows as they come, with differences below them; returns True if there are none."""
+    """Print rows as they come, with differences below them. Return True if there are none."""
     equal = True
     try:
         for name, checks in rows:
@@ -253,7 +261,7 @@ def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
             below = [f"    {check}: {difference}" for check, difference in checks.items() if difference]
             tqdm.write("\n".join([f"{name:<29} {', '.join(verdicts)}", *below]))
             equal = equal and not below
-    except (OSError, ValueError, KeyError) as error:  # a command that fails, or leaves something else behind
+    except (OSError, ValueError, KeyError) as error:  # a command failed, or its output is not as expected
         tqdm.write(f"{label:<29} FAILED: {error}")
         equal = False
     return equal
@@ -262,21 +270,21 @@ def report(label: str, rows: Iterator[tuple[str, dict[str, str]]]) -> bool:
 def main() -> int:
     """Compare, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path, help="checkout of the commit that is right")
+    parser.add_argument("old", type=Path, help="checkout of the reference commit")
     parser.add_argument("new", type=Path, help="checkout of the commit to compare with it")
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
     parser.add_argument("--ranks", type=int, default=2, help="processes under ZeRO-2 (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="commands to run side by side (%(default)s)")
-    parser.add_argument("--work", type=Path, help="scratch directory to keep, in which results of OLD are used again")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary directory, too")
+    parser.add_argument("--jobs", type=int, default=2, help="commands to run at the same time (%(default)s)")
+    parser.add_argument("--work", type=Path, help="scratch directory to keep; results of OLD in it are reused")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary directory")
     arguments = parser.parse_args()
     work = (arguments.work or Path(tempfile.mkdtemp(prefix="compare-"))).resolve()
     for name in ("old", "new", "logs"):
         (work / name).mkdir(parents=True, exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     PROCESSES.set_forkserver_preload(["__main__", "deepspeed.runtime.zero.muon.original_muon"])
-    del sys.path[0]  # or transformers would import kernels.py beside this file as the package of that name
+    del sys.path[0]  # otherwise transformers would import kernels.py of this directory as the package `kernels`
     cells = [(family, layout) for layout in arguments.layout for family in arguments.family]
     data = {stage.data for family in arguments.family for stage in FAMILIES[family]}
     runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])

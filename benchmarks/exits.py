@@ -1,4 +1,4 @@
-"""Cost of an update with N x M softmaxing relative to a vanilla one, measured and computed.
+"""Cost of an update with N x M softmaxing relative to a vanilla update, measured and computed.
 
 python benchmarks/exits.py [--device cpu|cuda] [--dim 512] [--layers 6] [--tokens 2048] [--vocab 32000]
 """
@@ -23,7 +23,7 @@ def arithmetic(dim: int, layers: int, vocab: int, encoders: int, decoders: int) 
 
     For each token, a layer or a projection costs as many multiplications as it has weights: 12 D^2 in an encoder
     layer, 16 D^2 in a decoder layer (ffn_dim = 4 D), V D in the projection. The products of attention weights are
-    left out: they are small at the length of sentences.
+    neglected: they are small for sentences.
 
     Args:
         dim: D.

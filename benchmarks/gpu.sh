@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that waits for a GPU, in under 10 minutes. Prints one line per engine: loss and tokens/s of a short run.
+# Run all tests and measurements that need a GPU, in under 10 minutes. Prints loss and tokens/s of a short run of each
+# engine.
 #
 #   benchmarks/gpu.sh [OUT]
 #
@@ -25,15 +26,15 @@ text="$out/text" data="$out/data"
         --valid-source "$text/valid.en" --valid-target "$text/valid.de" --out "$data" --vocab-size 2000
 }
 
-echo "== do all engines agree here"
+echo "== selftest: engines compared"
 "$python" -m deepspeed_nmt selftest --quick
 
-echo "== the planner's advice, in 16 and in 32 GiB"
+echo "== planned and measured memory, on 16 and 32 GiB"
 for gib in 16 32; do
     "$python" benchmarks/planned.py --data "$data" --out "$out/planned" --gib "$gib" --updates 60 batch.update_tokens=8192
 done
 
-echo "== what the terms of an objective cost"
+echo "== cost of regularizers and exits"
 "$python" benchmarks/objectives.py --dim 512 --layers 15 --tokens 4096 --rounds 3
 "$python" benchmarks/exits.py --dim 512 --layers 6 --tokens 4096 --rounds 3
 

@@ -5,7 +5,7 @@
 Every available backend (torch, torch.compile, Triton, apex, Liger) runs the forward and backward pass of every
 operation; the backends take turns. The bandwidth of an operation is the least data that it must read and write,
 divided by its time; it is printed as a share of the bandwidth of a copy in the same run. The GPU's cache is flushed
-before each measurement. The last line, the fastest of torch, Triton and apex for each operation, belongs into
+before each measurement. The last line, the fastest of torch, Triton and apex for each operation, belongs in
 `deepspeed_nmt.kernels.backends.MEASURED`.
 """
 
@@ -92,7 +92,7 @@ def cases(arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def others(operation: str) -> dict[str, Callable[..., Any]]:
-    """Return further implementations for comparison: torch.compile, and Liger if it is installed."""
+    """Return other implementations to compare with: torch.compile, and Liger if it is installed."""
     found: dict[str, Callable[..., Any]] = {"compile": torch.compile(getattr(torch_ops, operation))}
     if operation == "layer_norm":
         try:

@@ -3,7 +3,7 @@
     python benchmarks/planned.py --data DATA --out OUT [--recipe R] [--gib 16] [--updates 100] [key=value ...]
 
 The script prints planned and measured peak memory, and target tokens a second and MFU over the second half of the
-updates. Without a GPU memory is not restricted, and the figures are meaningless.
+updates. Without a GPU, memory is not restricted and the figures are meaningless.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
     OMP_NUM_THREADS=2 python benchmarks/step.py [--rounds 8]
 
-Both have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same padded
-batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with foreach AdamW
-and all logits at once. Reference and variants take turns on each batch, so that other work on the machine affects all
-alike; a ratio is the median over the batches. Each variant below the first undoes one optimisation:
+Both models have 6+6 layers, D=256, FFN 1,024, 4 heads, V=8,000, label smoothing, gradient clipping, and the same
+padded batches of about 2,048 target tokens. The reference is torch.nn.Transformer (pre-norm, batch first) with
+foreach AdamW and all logits at once. Reference and variants take turns on each batch, so that other work on the
+machine affects all alike; a ratio is the median over the batches. Each variant after the first undoes one
+optimisation:
 
     ours              as in the recipes: no dropout on attention weights or after the activation
     same dropout      dropout wherever torch.nn.Transformer has it
     foreach Adam      foreach instead of fused AdamW
     torch's dropout   one random number for each element
-    all logits        projection, softmax and loss one after the other, on all tokens
+    all logits        projection, softmax and loss as separate operations on all tokens
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def main() -> None:
     }
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number, batch in enumerate(batches(arguments.rounds + 1)):
-        # The order is random, because each step finds memory and caches as the previous one left them.
+        # The order is random, because each step inherits the memory and the caches of the previous one.
         for name, (step, changed) in random.Random(number).sample(list(variants.items()), len(variants)):
             with changed():
                 started = time.perf_counter()

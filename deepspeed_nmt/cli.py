@@ -9,12 +9,14 @@ import argparse
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, report, setup_logging
 from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
+from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
@@ -66,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
         setup_logging(place().rank)
-        status: int = module.run(arguments)
+        with interruptible():
+            status: int = module.run(arguments)
         return status
     except ReportedError as reported:
         return reported.status
-    except KeyboardInterrupt:
-        logger.error("interrupted; no incomplete file was left behind")
-        return 130
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT
+        how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+        logger.error("%s; no incomplete file was left behind", how)
+        return 128 + number
     except BrokenPipeError:
         # The reader of the output has exited (`| head`). Without this, closing stdout would raise a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

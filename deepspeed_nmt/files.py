@@ -1,14 +1,24 @@
-"""Hashing, reading and atomic writing of files."""
+"""Hashing, reading and atomic writing of files.
+
+A file is written under a temporary name beside it, then renamed. A process that is killed leaves its temporary file
+behind. The next one that writes the same file removes it: a living process holds a lock on its temporary file, which
+the kernel releases when the process ends, however it ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import re
+import stat
+import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, TextIO
 
 from deepspeed_nmt.errors import DataError
 
@@ -32,32 +42,76 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_text(path: Path) -> None:
-    """Check that a file can contain plain text.
+@contextmanager
+def open_text(name: Path | str) -> Iterator[BufferedReader]:
+    """Open text to read: a file, a pipe, or standard input (``-``).
+
+    A pipe can be opened and read only once. So its first bytes are examined by :func:`text_lines`, when it is read.
+
+    Args:
+        name: path of the text.
+
+    Yields:
+        The bytes of the text.
 
     Raises:
-        DataError: if the file is missing, a directory, unreadable, or compressed.
+        DataError: if it is missing, a directory, or unreadable, or a file that is compressed.
     """
-    if path.is_dir():
-        raise DataError(f"{path} must be a text file, but is a directory")
+    if str(name) == "-":
+        yield sys.stdin.buffer  # type: ignore[misc]  # typed as BinaryIO, which has no peek()
+        return
     try:
-        with path.open("rb") as file:
-            start = file.read(8) if path.is_file() else b""  # a pipe can be read only once
+        stream = Path(name).open("rb")  # noqa: SIM115
     except FileNotFoundError as error:
-        raise DataError(f"{path} must be a text file, but does not exist") from error
+        raise DataError(f"{name} must be a text file, but does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise DataError(f"{name} must be a text file, but is a directory; give a file in it") from error
     except OSError as error:
-        raise DataError(f"{path} must be readable, but is not ({error.strerror or error})") from error
-    for magic, (kind, remedy) in _COMPRESSED.items():
+        raise DataError(f"{name} must be readable, but is not ({error.strerror or error})") from error
+    with stream:
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            check_plain(stream, name)
+        yield stream
+
+
+def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
+    """Check the first bytes of a stream, which are left in it.
+
+    Args:
+        stream: at its beginning.
+        name: of the stream, for the message; ``-`` is standard input.
+
+    Raises:
+        DataError: if it is compressed.
+    """
+    start = stream.peek(max(map(len, _COMPRESSED)))
+    for magic, (kind, command) in _COMPRESSED.items():
         if start.startswith(magic):
-            raise DataError(f"{path} must be plain text, but is compressed with {kind}; run `{remedy} {path}` first")
+            command = f"{command} {name}" if Path(name).is_file() else command.split()[0]
+            raise DataError(
+                f"{shown_name(name)} must be plain text, but is compressed with {kind}; run `{command}` first"
+            )
 
 
-def text_lines(stream: BinaryIO) -> Iterator[str]:
+def shown_name(name: Path | str) -> str:
+    """Return the name of a text for messages."""
+    return "standard input" if str(name) == "-" else str(name)
+
+
+def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> Iterator[str]:
     """Yield lines of UTF-8 text, without their ends.
 
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
     U+FFFD, so no line is lost.
+
+    Args:
+        stream: to read.
+        name: of the stream, for the message.
+
+    Raises:
+        DataError: if the stream is compressed.
     """
+    check_plain(stream, name)
     for line in stream:
         yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
@@ -71,8 +125,33 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def hidden(path: Path, suffix: str) -> Path:
+    """Return the path of a hidden file beside ``path``, whose name is cut if it would be too long.
+
+    Args:
+        path: of the file that the hidden one belongs to.
+        suffix: end of the hidden name, at most 50 bytes.
+    """
+    short = path.name.encode("utf-8", errors="ignore")[:200].decode("utf-8", errors="ignore")
+    return path.with_name(f".{short}.{suffix}")
+
+
+def hidden_beside(path: Path, suffix: str) -> list[Path]:
+    """Return the hidden files beside ``path`` that belong to it.
+
+    Args:
+        path: of the file that they belong to.
+        suffix: regular expression of the ends of their names.
+    """
+    pattern = re.compile(re.escape(hidden(path, "").name) + suffix)
+    return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
+
+
 def atomic_write_bytes(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically: after a crash it has either the old or the new content.
+
+    A file that exists keeps its permissions. If ``path`` is a symbolic link, the file that it leads to is replaced.
+    Pipes, devices and open descriptors (``/dev/stdout``, ``/dev/fd/3``) are written to directly.
 
     Args:
         path: of the file, which need not exist.
@@ -81,23 +160,20 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: if the file cannot be written, for example because the disk is full; it is then unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    with _replacing(path, "wb") as file:
+        file.write(data)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_write_bytes`."""
+    atomic_write_bytes(path, text.encode("utf-8"))
 
 
 @contextmanager
 def atomic_text_writer(path: Path) -> Iterator[TextIO]:
     """Open a text file that replaces ``path`` atomically when the block ends without an error.
 
-    If the block fails, ``path`` is unchanged. A pipe or a device is written to directly.
+    If the block fails, ``path`` is unchanged. Otherwise as :func:`atomic_write_bytes`.
 
     Args:
         path: of the file, which need not exist.
@@ -108,20 +184,83 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8", newline="\n") as file:
+    with _replacing(path, "w", encoding="utf-8", newline="\n") as file:
+        yield file
+
+
+@contextmanager
+def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
+    """Open a temporary file that replaces ``path`` when the block ends without an error.
+
+    Args:
+        path: of the file to replace.
+        mode: in which to open the temporary file.
+        options: of `open`.
+
+    Yields:
+        The temporary file; ``path`` itself if it is no file that can be replaced.
+    """
+    descriptor = _descriptor(path)
+    if descriptor is not None or (path.exists() and not path.is_file()):
+        # A descriptor is written to where it stands: opened by its path, a file would be truncated.
+        with open(path if descriptor is None else os.dup(descriptor), mode, **options) as file:  # noqa: PTH123
             yield file
         return
-    path = path.resolve()  # replaces the target of a symbolic link, not the link
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path = path.resolve()
+    _remove_orphans(path)
+    old = path.stat() if path.is_file() else None
+    temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        # It is renamed before it is closed, which releases the lock.
+        with open(descriptor, mode, **options) as file:  # noqa: PTH123
             yield file
-        temporary.replace(path)
+            file.flush()
+            if old is not None:
+                copy_permissions(old, descriptor)
+            os.fsync(descriptor)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
 
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Replace the content of a file by UTF-8 text atomically; see :func:`atomic_write_bytes`."""
-    atomic_write_bytes(path, text.encode("utf-8"))
+def _descriptor(path: Path) -> int | None:
+    """Return the open descriptor that a path names; None if it names none."""
+    named = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+    if match := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", str(path)):
+        return int(match[1])
+    return named.get(str(path))
+
+
+def copy_permissions(old: os.stat_result, new: int | Path) -> None:
+    """Give a file the mode of an older one, and its owner and group as far as this user may.
+
+    Args:
+        old: status of the older file.
+        new: path or descriptor of the file.
+    """
+    for owner in (old.st_uid, -1):
+        with suppress(PermissionError):
+            os.chown(new, owner, old.st_gid)
+            break
+    os.chmod(new, stat.S_IMODE(old.st_mode))  # noqa: PTH101
+
+
+def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
+    """Create a temporary file for ``path`` and lock it, and return its path and descriptor."""
+    while True:
+        temporary = hidden(path, f"{uuid.uuid4().hex[:8]}.tmp")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        with suppress(OSError):  # a file system without locks, where orphans stay
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return temporary, descriptor
+        os.close(descriptor)  # taken for an orphan, and removed, before it was locked
+
+
+def _remove_orphans(path: Path) -> None:
+    """Remove the temporary files of ``path`` whose processes have ended."""
+    for temporary in hidden_beside(path, r"[0-9a-f]{8}\.tmp"):
+        with suppress(OSError), temporary.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()

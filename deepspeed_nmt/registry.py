@@ -51,6 +51,8 @@ def problem_of(error: Mapping[str, Any], name: str) -> str:
     if kind == "value_error":  # of a validator of ours, which shows the value itself
         message = str(error["ctx"]["error"])
         return f"{name} {message}" if message.startswith("must ") else f"{name}: {message}".removeprefix(": ")
+    if kind == "json_invalid":
+        return f"{name} must be JSON, but is not ({error['ctx']['error']})"
     if kind == "missing":
         return f"{name} is required, but missing"
     required = _REQUIREMENTS.get(kind.split("_")[0]) if kind.endswith(_OF_TYPES) else None

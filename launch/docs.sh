@@ -3,10 +3,10 @@
 #
 #   launch/docs.sh [--serve [--port P]]
 #
-#   --serve    show it in a browser, and build it anew whenever a page changes
-#   --port P   to listen on, of this host alone [8000]
+#   --serve    serve the site, and build it again whenever a page changes
+#   --port P   port of localhost [8000]
 #
-# It needs Python 3.11 or newer and installs requirements/docs.txt into .venv ($VENV names another one; SKIP_INSTALL=1
+# This needs Python 3.11 or newer and installs requirements/docs.txt into .venv ($VENV names another one; SKIP_INSTALL=1
 # takes it as it is). The site loads nothing from other hosts.
 
 set -euo pipefail

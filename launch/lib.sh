@@ -58,11 +58,14 @@ run_ranks() {
         [ -n "$interrupted" ] || break
     done
     trap - INT TERM HUP PIPE
-    if [ "$requests" = 0 ] && [ "$status" -gt 128 ]; then
+    # Ranks that end as they should leave their status in a file, because the launcher reports any but 0 as an error.
+    if [ "$status" = 0 ] && [ -s "$SCRATCH/status" ]; then
+        status="$(cat "$SCRATCH/status")"
+    elif [ "$requests" = 0 ] && [ "$status" -gt 128 ]; then
         # The launcher reports a signal as 128 plus its number or as 256 minus it.
         complain "a rank was killed; start the same command again to resume from the last checkpoint"
         status=70
-    elif [ "$status" = 0 ] && [ ! -e "$SCRATCH/done" ]; then
+    elif [ "$status" = 0 ]; then
         # DeepSpeed reports status 0 when its launcher is killed. The ranks notice the loss, save and stop.
         complain "the launcher was killed; start the same command again to resume"
         status=70
@@ -70,11 +73,11 @@ run_ranks() {
     return "$status"
 }
 
-# Make $SCRATCH, a temporary directory of this start, where the ranks look for a stop request and mark their end.
+# Make $SCRATCH, a temporary directory of this start, where the ranks look for a stop request and leave their status.
 make_scratch() {
     SCRATCH="$(mktemp -d)"
     trap 'rm -rf "$SCRATCH"' EXIT
-    export DEEPSPEED_NMT_STOP="$SCRATCH/stop"
+    export DEEPSPEED_NMT_STOP="$SCRATCH/stop" DEEPSPEED_NMT_STATUS="$SCRATCH/status"
 }
 
 # Ask the ranks to save and stop. A script with ranks on other hosts defines its own version.

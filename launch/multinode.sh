@@ -67,15 +67,16 @@ else
     launcher+=(--launcher pdsh --force_multi)
     # The launcher passes NCCL's variables to the hosts by itself, and other variables only if this file has them.
     export DS_ENV_FILE="$SCRATCH/environment"
-    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_STOP PATH; do
+    for name in GLOO_SOCKET_IFNAME OMP_NUM_THREADS DEEPSPEED_NMT_KERNELS DEEPSPEED_NMT_STOP DEEPSPEED_NMT_STATUS PATH; do
         [ -z "${!name:-}" ] || printf '%s=%s\n' "$name" "${!name}" >>"$DS_ENV_FILE"
     done
     on_hosts() { PDSH_RCMD_TYPE=ssh pdsh -w "$hosts" "$1" </dev/null; }
     request_stop() {
         on_hosts "mkdir -p '$SCRATCH' && touch '$SCRATCH/stop'"
+        echo 75 >"$SCRATCH/status"
         trap 'on_hosts "rm -rf '"'$SCRATCH'"'"' EXIT
     }
-    touch "$SCRATCH/done" # the ranks mark their end on their own hosts; a lost ssh has a status of its own
+    echo 0 >"$SCRATCH/status" # of ranks on other hosts, which end with 0 or a status of their own, as does a lost ssh
 fi
 say "$count hosts, meeting at $master:$port"
 run_ranks deepspeed "${launcher[@]}" --module deepspeed_nmt train "$@"

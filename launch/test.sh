@@ -3,16 +3,16 @@
 #
 #   launch/test.sh [--fast | --full] [--system] [pytest arguments]
 #
-#   --fast     what is soon done: linters, types, unit tests, architecture, and one run from raw text to BLEU
-#   (default)  all tests but those that take very long: engines and methods compared, launchers, kills, SLURM, ...
-#   --full     also the tests that take very long (marked slow) or need a GPU (marked gpu)
-#   --system   allow apt-get for what is missing (python3, python3-venv, SLURM, ...); never done without. An ssh daemon
+#   --fast     only quick checks: linters, types, unit tests, architecture, and one run from raw text to BLEU
+#   (default)  all tests except those that take very long: comparison of engines and methods, launchers, SLURM, ...
+#   --full     also tests that take very long (marked slow) or need a GPU (marked gpu)
+#   --system   install missing system packages (python3, python3-venv, SLURM, ...) with apt-get [never]. An ssh daemon
 #              for one test is installed only by SYSTEM_EXTRA="openssh-server openssh-client pdsh"
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
 # is). Once installed, it runs without a network. $PYTHON names the Python to make it with, $LOCK the lock to
 # install (cpu, cuda, v100; default: what fits the machine). Two workers ($WORKERS; 0: none but pytest itself) run one
-# file of tests each, at the side of the type checker. The exit status is 0 when all is well.
+# file of tests each, in parallel with the type checker. The exit status is 0 if all checks pass.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -24,28 +24,28 @@ while [ $# -gt 0 ]; do
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --system) SYSTEM=yes ;;
     --fast) selection="fast and not slow and not gpu" ;;
-    --full) selection="slow or not slow" ;; # everything: a test marked gpu skips itself without one
+    --full) selection="slow or not slow" ;; # all tests; those marked gpu are skipped without a GPU
     *) break ;;
     esac
     shift
 done
 
 cd "$ROOT"
-# A real SLURM of two nodes, two hosts in network namespaces, and a linter for these scripts: tests that need one of them
-# are skipped where it is missing.
+# A real SLURM of two nodes, two hosts in network namespaces, and a linter for these scripts. Tests that need one of
+# them are skipped if it is missing.
 if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     missing=()
     for package in munge slurmctld slurmd slurm-client iproute2 procps shellcheck ${SYSTEM_EXTRA:-}; do
         dpkg-query --show --showformat '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
     [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||
-        complain "apt-get could not install ${missing[*]}; tests that need one of them say that they are skipped"
+        complain "apt-get could not install ${missing[*]}; tests that need one of them are skipped"
 fi
 install "${LOCK:-$(choose_lock)}" test docs
 
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
-# A build of an extension that was killed leaves a lock behind on which the next one waits for ever.
+# A killed build of an extension leaves a lock, on which the next build would wait forever.
 export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions"
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(threads_for 2)}"
 export OMP_NUM_THREADS

@@ -25,7 +25,7 @@ def make_bert(
     head: bool = True,
     **shape: Any,
 ) -> Path:
-    """Save a BERT and a tokenizer trained on some lines. Its weights are large enough to make a difference."""
+    """Save a BERT and a tokenizer trained on some lines. The weights are large enough to affect predictions."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -43,7 +43,7 @@ def make_bert(
     torch.manual_seed(seed)
     model = (transformers.BertForMaskedLM if head else transformers.BertModel)(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and LayerNorms, too
+        for parameter in model.parameters():  # biases and LayerNorms as well
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder

@@ -1,32 +1,36 @@
-"""Fixtures that all tests share."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell. Children would inherit it, and those that tests interrupt would run on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
-    # Triton's kernels are then run by its interpreter; it has to be known before Triton is imported.
+    # Run Triton's kernels in its interpreter. The variable must be set before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SHARED_DATA = Path(os.environ.get("DEEPSPEED_NMT_SHARED", REPOSITORY.parent / "shared"), "data")
-"""Real text, which is no part of the repository."""
+"""Real text, which is not part of the repository."""
 FAST_FILES = ("test_architecture.py", "test_readme.py", "test_troubleshooting.py")
-"""Files of `launch/test.sh --fast`, besides the unit tests and a run from raw text to BLEU."""
+"""Files of `launch/test.sh --fast` other than the unit tests and a run from raw text to BLEU."""
 LONGEST_FIRST = ("slurm", "parity", "system", "kernels", "distributed")
-"""Directories in the order in which their files start: two workers then end at about the same time."""
+"""Directories in the order in which their files start, so that two workers end at about the same time."""
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory with real text; without it the test is skipped."""
+    """The directory with real text. Tests that use it are skipped without it."""
     if not SHARED_DATA.is_dir():
         pytest.skip(
             f"needs real text in {SHARED_DATA}; set DEEPSPEED_NMT_SHARED to the directory that has data/ in it"
@@ -36,7 +40,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def _fresh_logger() -> Iterator[None]:
-    """What one test's command line does to the package's logger does not reach the next test."""
+    """Reset the package's logger after each test, since command lines configure it."""
     logger = logging.getLogger("deepspeed_nmt")
     yield
     logger.handlers.clear()
@@ -45,13 +49,13 @@ def _fresh_logger() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test marked gpu is skipped where there is none."""
+    """Skip a test marked gpu if there is no GPU."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what belongs to `launch/test.sh --fast`, and start with the files that take longest."""
+    """Mark the tests of `launch/test.sh --fast`, and sort the longest files first."""
     for item in items:
         if item.path.parent.name == "unit" or item.path.name in FAST_FILES:
             item.add_marker("fast")

@@ -1,10 +1,10 @@
-"""Python programs that tests start, in milliseconds where a real start takes eight seconds.
+"""Python programs that tests start, in milliseconds instead of the eight seconds of a real start.
 
 One server (`multiprocessing`'s fork server) imports the package and the libraries it uses, once per test session, and
-forks itself for each program. A fork is a process like any other, with its own pid, environment, output, exit status
-and signals. It differs from a real start in three ways, so that launchers, SLURM and the lost-launcher tests start
-Python for real: its parent is the server, all programs share one seed of string hashes, and its command line as `ps`
-shows it is the server's.
+forks itself for each program. A fork is an ordinary process with its own pid, environment, output, exit status and
+signals. It differs from a real start in three ways: its parent is the server, all programs share one seed of string
+hashes, and `ps` shows the server's command line. Launchers, SLURM and the lost-launcher tests therefore start Python
+itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIBRARIES = (
     "torch.utils.tensorboard",
     "transformers.models.bert.modeling_bert",
 )
-"""Libraries imported only when they are needed, mostly by DeepSpeed's and torch's optimizers."""
+"""Libraries that are imported on first use, mostly by DeepSpeed's and torch's optimizers."""
 
 _PR_SET_PDEATHSIG = 1
 _FORKING = multiprocessing.get_context("forkserver")
@@ -45,7 +45,7 @@ class Program:
 
     Args:
         command: the words after `python`: a script or ``-m MODULE``, then its arguments.
-        environment: all of its environment variables.
+        environment: all environment variables.
         log: file that receives stdout and stderr.
     """
 
@@ -77,10 +77,10 @@ class Program:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status as soon as there is one.
+        """Wait for the end of the program, and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: if there is none after ``timeout`` seconds.
+            subprocess.TimeoutExpired: if the program still runs after ``timeout`` seconds.
         """
         if isinstance(self._process, subprocess.Popen):
             self._process.wait(timeout)
@@ -98,12 +98,12 @@ class Program:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the program at once."""
+        """Kill the program."""
         self.send_signal(signal.SIGKILL)
 
 
 def _start_server() -> None:
-    """Start the fork server, unless it runs. Its libraries get one thread each, as ranks have."""
+    """Start the fork server, unless it runs. Its libraries use one thread each, like those of ranks."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -117,7 +117,7 @@ def _start_server() -> None:
 
 
 def preload() -> None:
-    """Import, in the server, what programs import."""
+    """Import the modules of programs in the server."""
     import deepspeed_nmt
 
     modules = [module.name for module in pkgutil.walk_packages(deepspeed_nmt.__path__, "deepspeed_nmt.")]
@@ -126,16 +126,14 @@ def preload() -> None:
             with suppress(ImportError):  # optional
                 importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # programs need not search all this for garbage, nor copy its pages
+    gc.freeze()  # programs then neither collect these objects nor copy their pages
 
 
 def _run(command: list[str], environment: dict[str, str], log: str) -> None:
-    """Become ``python *command``, in a process that the server has forked and that ends with it."""
-    with suppress(OSError, AttributeError):  # Linux alone
+    """Run ``python *command`` in this forked process, which ends with the server."""
+    with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with Path(os.devnull).open(
-        "rb"
-    ) as nothing:  # in place of the pipe that would keep the server alive without its tests
+    with Path(os.devnull).open("rb") as nothing:  # replaces the pipe that would keep the server alive after its tests
         os.dup2(nothing.fileno(), forkserver._forkserver._forkserver_alive_fd)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for descriptor in (1, 2):
@@ -152,4 +150,4 @@ def _run(command: list[str], environment: dict[str, str], log: str) -> None:
             sys.argv = command
             runpy.run_path(command[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing skips
+        atexit._run_exitfuncs()  # multiprocessing skips them

@@ -1,16 +1,19 @@
-"""What several tests need: processes that form a world, and small corpora."""
+"""Common code of the tests: ranks that form a world, and small corpora."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
@@ -18,16 +21,18 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.manifest import replace_files
 from deepspeed_nmt.selftest.models import VOCABULARY
-from deepspeed_nmt.train.checkpoint import Checkpoint
+from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now, of those that the system gives to no outgoing connection."""
+    """Return a free port below the ephemeral ports, which the system may give to outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(20000, 30000)
         with socket.socket() as s:
@@ -36,7 +41,7 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[str, str]:
-    """The environment a launcher would give to one of several ranks on this host."""
+    """Return the environment that a launcher would give to one of several ranks on this host."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -53,10 +58,10 @@ def rank_environment(rank: int, ranks: int, port: int, scratch: Path) -> dict[st
 def run_ranks(
     command: list[str], ranks: int, scratch: Path, timeout: float, status: int = 0, **environment: str
 ) -> list[str]:
-    """Run ``python *command`` on several ranks and return what each wrote. At the timeout all are killed.
+    """Run ``python *command`` on several ranks and return the output of each. At the timeout all are killed.
 
     Raises:
-        AssertionError: with everybody's output, if one does not end with ``status`` or the time is up.
+        AssertionError: with the output of all ranks, if one does not end with ``status`` in time.
     """
     port = free_port()
     logs = [scratch / f"rank{rank}.log" for rank in range(ranks)]
@@ -91,7 +96,7 @@ def batch_of(
     seed: int = 1,
     update: int = 1,
 ) -> Batch:
-    """A batch that is a whole update."""
+    """Return a batch that is a whole update."""
     rows, target_tokens = len(source_BS), int(target_output_BT.ne(pad).sum())
     return Batch(
         source_BS=source_BS,
@@ -108,7 +113,7 @@ def batch_of(
 def random_corpus(
     directory: Path, pairs: int, vocab: int, seed: int, longest: int = 30, split: str = "train"
 ) -> Corpus:
-    """A corpus of random tokens, source and target of like length."""
+    """Write a corpus of random tokens, with sources and targets of similar length."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.gamma(2.0, longest / 6, pairs), 1, longest - 2).astype(int)
     sources = [rng.integers(EOS + 2, vocab, n).tolist() for n in lengths]
@@ -119,17 +124,28 @@ def random_corpus(
 
 
 def parity_loader(directory: Path, world: World) -> TrainLoader:
-    """A loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
+    """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 
-    Under DeepSpeed the cost of a micro-batch hardly depends on its size. So all are small: an update has one to eight
-    of them in one process, and one to four on each of two ranks.
+    An update has one to eight micro-batches in one process, and one to four on each of two ranks. All are small:
+    under DeepSpeed their size hardly affects the time.
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
     return TrainLoader(Corpus(directory, "train"), batches, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
+def change_settings(run: Path, config: Mapping[str, object]) -> None:
+    """Make a run one that was trained with other settings, checkpoints included."""
+    replace_files(run, {"config.yaml": yaml.safe_dump(config).encode()})
+    for directory in (run / "checkpoints").glob("update-*"):
+        record = json.loads((directory / "run.json").read_text())
+        (directory / "run.json").write_text(json.dumps({**record, "config": config}))
+        manifest = CheckpointManifest.model_validate_json((directory / "manifest.json").read_bytes())
+        files = {**manifest.files, "run.json": FileRecord.of(directory / "run.json")}
+        manifest.model_copy(update={"files": files}).write(directory)
+
+
 def assert_same(run: Path, other: Path, update: int = 12) -> None:
-    """The checkpoints of two runs are equal to the bit, moments included; frozen weights have none."""
+    """Assert that the checkpoints of two runs are equal bit for bit, with the moments of weights that have them."""
     first = Checkpoint(run / "checkpoints" / f"update-{update:07d}")
     second = Checkpoint(other / "checkpoints" / f"update-{update:07d}")
     assert first.scalars == second.scalars

@@ -1,4 +1,4 @@
-"""Imports go one way. The rooms and their order are those of docs/architecture.md."""
+"""Imports go one way: the parts of the package and their order are those of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
-HELPERS = {"errors", "registry", "console", "files", "randomness", "huggingface"}
+HELPERS = {
+    *("errors", "registry", "console", "files", "manifest", "interruption", "locks", "randomness", "huggingface")
+}
 MAY_IMPORT = {
     "kernels": set(),
     "nn": {"kernels"},
@@ -36,7 +38,7 @@ DISTRIBUTED = {"parallel"}
 
 
 def imports(source: str) -> Iterator[str]:
-    """Every module a source imports, anywhere in it."""
+    """Yield every module that a source imports, at any level."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,14 +49,14 @@ def imports(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(module: str) -> str:
-    """The room of a module of the package."""
+def part_of(module: str) -> str:
+    """Return the part of the package that a module belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
-def wrong_arrows(where: str, path: str, source: str) -> list[str]:
-    """What a file of the room ``where`` imports and must not."""
+def wrong_imports(where: str, path: str, source: str) -> list[str]:
+    """Return the forbidden imports of a file in the part ``where`` of the package."""
     found = []
     for name in imports(source):
         if name.split(".")[0] == "deepspeed" and path != "engine/deepspeed.py":
@@ -63,11 +65,11 @@ def wrong_arrows(where: str, path: str, source: str) -> list[str]:
             found.append(f"{path} imports {name}; only huggingface.py may")
         if name.startswith("torch.distributed") and where not in DISTRIBUTED:
             found.append(f"{path} imports {name}; only {DISTRIBUTED} may")
-        target = room(name) if name.startswith("deepspeed_nmt.") else ""
+        target = part_of(name) if name.startswith("deepspeed_nmt.") else ""
         if not target or target == where or target in HELPERS | {"__version__"} or where in COMPOSITION:
             continue
         if target not in MAY_IMPORT.get(where, set()):
-            found.append(f"{path} imports {name}; {where} may import {MAY_IMPORT.get(where, set()) or 'no room'}")
+            found.append(f"{path} imports {name}; {where} may import {MAY_IMPORT.get(where, set()) or 'no part'}")
     return found
 
 
@@ -75,16 +77,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_wrong_arrow(path: Path) -> None:
+def test_imports_are_allowed(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
     where = relative.parts[0].removesuffix(".py")
-    assert not wrong_arrows(where, str(relative), path.read_text(encoding="utf-8"))
+    assert not wrong_imports(where, str(relative), path.read_text(encoding="utf-8"))
 
 
 def runtime_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, imported name or "") of each import that is executed, in functions too, not for types only.
+    """Yield (module, imported name or "") of each import that is executed, also in functions, but not for types only.
 
-    A package's ``__getattr__`` is left out: it imports for users of the package, not for the package.
+    A package's ``__getattr__`` is left out: it imports for users of the package.
     """
     if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
         return
@@ -101,23 +103,23 @@ def runtime_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def module_name(path: Path) -> str:
-    """The name by which a file of the package is imported."""
+    """Return the name by which a file of the package is imported."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def import_cycle(sources: Mapping[str, str]) -> list[str]:
-    """Find modules that import one another in a circle, in time linear in modules and imports.
+    """Find an import cycle, in time linear in modules and imports.
 
     Args:
         sources: Source of each module by its name.
 
     Returns:
-        A cycle, the first module repeated at its end; empty if there is none.
+        A cycle, with the first module repeated at its end; empty if there is none.
     """
     graph: dict[str, set[str]] = {}
     for name, source in sources.items():
         named = runtime_imports(ast.parse(source))
-        # `from package import name` imports a module of the package, or takes a name from its __init__.
+        # `from package import name` imports a module of the package or reads a name of its __init__.
         found = (f"{parent}.{child}" if f"{parent}.{child}" in sources else parent for parent, child in named)
         graph[name] = {module for module in found if module in sources}
     try:
@@ -127,11 +129,11 @@ def import_cycle(sources: Mapping[str, str]) -> list[str]:
     return []
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
+def test_there_is_no_import_cycle() -> None:
     assert import_cycle({module_name(path): path.read_text(encoding="utf-8") for path in FILES}) == []
 
 
-def test_the_check_sees_a_circle() -> None:
+def test_the_check_finds_an_import_cycle() -> None:
     types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import A"
     sources = {"p": "from p.a import A", "p.a": "import p.b", "p.b": "def f():\n    from p import c", "p.c": types}
     assert import_cycle(sources) == []
@@ -140,19 +142,19 @@ def test_the_check_sees_a_circle() -> None:
     assert import_cycle({**sources, "p.a": "from p import A"})
 
 
-def test_every_room_is_known() -> None:
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert rooms - HELPERS - COMPOSITION == set(MAY_IMPORT)
+def test_every_part_is_known() -> None:
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert parts - HELPERS - COMPOSITION == set(MAY_IMPORT)
 
 
-def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+def test_files_are_short() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert not [path.name for path, count in lines.items() if count > 400]
     assert not [path.name for path, count in lines.items() if path.parent.name == "commands" and count > 200]
 
 
-def knows_a_method(path: str, source: str) -> list[str]:
-    """What a file outside methods/ knows of a concrete method: modules that it imports, names that it spells out."""
+def references_to_methods(path: str, source: str) -> list[str]:
+    """Return the references to concrete methods in a file outside methods/: its imports, and names in strings."""
     found = [f"{path} imports {name}" for name in imports(source) if name.startswith("deepspeed_nmt.methods.")]
     found = [each for each in found if each.removeprefix(f"{path} imports deepspeed_nmt.methods.") not in EXPORTED]
     words = {word for node in ast.walk(ast.parse(source)) for word in strings(node)}
@@ -160,7 +162,7 @@ def knows_a_method(path: str, source: str) -> list[str]:
 
 
 def strings(node: ast.AST) -> Iterator[str]:
-    """The string constants of a node; docstrings are for readers and may name a method as an example."""
+    """Yield the string constants of a node. Docstrings are skipped: they may name a method as an example."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
         yield node.value
 
@@ -173,10 +175,10 @@ OWN_NAMES = (
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_methods_know_a_method(path: Path) -> None:
+def test_only_methods_refer_to_a_method(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
     if relative.parts[0] != "methods":
-        assert not knows_a_method(str(relative), path.read_text(encoding="utf-8"))
+        assert not references_to_methods(str(relative), path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,8 @@ def test_only_methods_know_a_method(path: Path) -> None:
         "raise ValueError(f'use objective.ddr.weight={x}')",
     ],
 )
-def test_the_check_sees_who_knows_a_method(source: str) -> None:
-    assert knows_a_method("x.py", source)
+def test_the_check_finds_a_reference_to_a_method(source: str) -> None:
+    assert references_to_methods("x.py", source)
 
 
 @pytest.mark.parametrize(
@@ -203,5 +205,5 @@ def test_the_check_sees_who_knows_a_method(source: str) -> None:
         ("registry", "registry.py", "from deepspeed_nmt.core import batch"),
     ],
 )
-def test_the_check_sees_a_wrong_arrow(where: str, path: str, source: str) -> None:
-    assert wrong_arrows(where, path, source)
+def test_the_check_finds_a_wrong_import(where: str, path: str, source: str) -> None:
+    assert wrong_imports(where, path, source)

@@ -1,4 +1,4 @@
-"""The locks are complete and agree with setup.py; the launch scripts do what their help says."""
+"""The locks are complete and agree with setup.py; the launch scripts behave as their help describes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 def read_lock(name: str) -> tuple[list[Requirement], list[str]]:
-    """The requirements and the options of a lock, with those of the files it includes."""
+    """Return the requirements and the options of a lock, with those of the files that it includes."""
     requirements: list[Requirement] = []
     options: list[str] = []
     for raw in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
@@ -49,12 +49,12 @@ def pinned_version(requirement: Requirement) -> str:
 
 
 def environment(python: str) -> dict[str, str]:
-    """What markers see on this kind of machine with another Python."""
+    """Return the environment for markers of this kind of machine with another Python."""
     return {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
 
 
 def pins(name: str, python: str) -> dict[str, str]:
-    """Distribution -> version that a lock installs under a Python version."""
+    """Return the version of each distribution that a lock installs under a Python version."""
     return {
         canonicalize_name(requirement.name): pinned_version(requirement)
         for requirement in read_lock(name)[0]
@@ -90,7 +90,7 @@ def test_lock_satisfies_setup(name: str, python: str) -> None:
         )
 
 
-def test_locks_differ_in_pytorch_alone() -> None:
+def test_locks_differ_only_in_pytorch() -> None:
     common = {str(requirement) for requirement in read_lock("common")[0]}
     for name in LOCKS:
         more = {r.name for r in read_lock(name)[0] if str(r) not in common}
@@ -99,7 +99,7 @@ def test_locks_differ_in_pytorch_alone() -> None:
 
 
 def test_a_v100_gets_a_build_that_has_its_kernels() -> None:
-    """sm_70 is in the builds for CUDA 12.6 up to PyTorch 2.14, and in no other since 2.11."""
+    """Since PyTorch 2.11 only the builds for CUDA 12.6 have sm_70, up to 2.14."""
     requirements, options = read_lock("v100")
     torch_version = pinned_version(next(r for r in requirements if r.name == "torch"))
     assert options == [f"--extra-index-url {PYTORCH_INDEX}cu126"]
@@ -108,12 +108,12 @@ def test_a_v100_gets_a_build_that_has_its_kernels() -> None:
 
 
 def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
-    """Requirements of the locked distributions, as installed here, that the lock does not meet."""
+    """Return the requirements of the locked distributions, as installed here, that the lock does not meet."""
     problems = []
     for name in locked:
         try:
             wanted = [Requirement(text) for text in metadata.requires(name) or []]
-        except metadata.PackageNotFoundError:  # for another Python than this one
+        except metadata.PackageNotFoundError:  # required by another Python only
             continue
         for requirement in wanted:
             if requirement.marker is not None and not requirement.marker.evaluate(environment(python)):
@@ -126,7 +126,7 @@ def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_lock_is_complete(python: str) -> None:
-    """Nothing is left for pip to choose. Checked against the build of PyTorch that is installed here."""
+    """Every dependency is pinned. The requirements are those of the distributions installed here."""
     build = metadata.version("torch").partition("+")[2]
     if build == "cu126":
         pytest.skip("the cu126 build pins its CUDA libraries itself")
@@ -173,14 +173,14 @@ def run_script(name: str, *arguments: str, **settings: str) -> subprocess.Comple
 
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$STUB_LOG"
-[ "$(basename "$0")" != deepspeed ] || touch "$(dirname "$DEEPSPEED_NMT_STOP")/done"
+[ "$(basename "$0")" != deepspeed ] || echo 0 >"$DEEPSPEED_NMT_STATUS"
 [ "${FAIL_AT:-none}" != "$1" ] || exit 75
 """
 
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> dict[str, str]:
-    """Settings under which the quickstart installs nothing and calls programs that only take notes."""
+    """Settings under which the quickstart installs nothing and calls stubs that only log their arguments."""
     programs = tmp_path / "venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("deepspeed", "deepspeed-nmt"):
@@ -198,7 +198,7 @@ def stubs(tmp_path: Path) -> dict[str, str]:
 
 
 def commands(stubs: Mapping[str, str]) -> list[str]:
-    """The first words of each call of a stub, and forget them."""
+    """Return the first words of each call of a stub, and clear the log."""
     log = Path(stubs["STUB_LOG"])
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     log.unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def write_text(path: Path, lines: int, word: str = "word") -> str:
     return str(path)
 
 
-def test_quickstart_goes_on_where_it_stopped(stubs: dict[str, str]) -> None:
+def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     stopped = run_script("quickstart.sh", FAIL_AT="translate", **stubs)
     assert stopped.returncode == 75
     assert "start the same command again to resume" in stopped.stderr
@@ -232,9 +232,9 @@ def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Pa
     source = write_text(tmp_path / "a", 1000)
     target = write_text(tmp_path / "b", 1000, "Wort")
     with Path(source).open("a", encoding="utf-8") as more:
-        more.write("word 9\n")  # the source of the first pair that is held out, once more
+        more.write("word 9\n")  # repeats the source of the first held-out pair
     with Path(target).open("a", encoding="utf-8") as more:
-        more.write("Wort again")  # and a last line without its end
+        more.write("Wort again")  # a last line without a line feed
     done = run_script("quickstart.sh", source, target, **stubs)
     assert done.returncode == 0, done.stderr
     parts = {
@@ -274,7 +274,7 @@ def test_quickstart_refuses_text_it_cannot_use(stubs: dict[str, str], tmp_path: 
 
 
 def call_library(code: str, path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run shell code that uses launch/lib.sh, with the programs in `path` before all others."""
+    """Run shell code that uses launch/lib.sh, with `path` first on PATH."""
     script = f'set -euo pipefail; . "{ROOT}/launch/lib.sh"; {code}'
     variables = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **settings}
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=False)
@@ -300,8 +300,8 @@ def test_lock_fits_the_gpus(gpus: str, lock: str, tmp_path: Path) -> None:
     assert done.stdout.strip() == lock, done.stderr
 
 
-def test_what_python_lacks_is_named(tmp_path: Path) -> None:
-    """A Debian without python3-venv: the message says what to install, and nothing is left behind."""
+def test_missing_modules_of_python_are_named(tmp_path: Path) -> None:
+    """On a Debian without python3-venv the message names the package to install, and no directory is left behind."""
     program = tmp_path / "python-without-venv"
     program.write_text(
         f'#!/bin/sh\ncase "$*" in *ensurepip*) exit 1 ;; esac\nexec "{sys.executable}" "$@"\n', encoding="utf-8"
@@ -317,7 +317,7 @@ def test_what_python_lacks_is_named(tmp_path: Path) -> None:
     assert "Python 3.10 or newer is required" in done.stderr
 
 
-def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
+def test_nothing_is_installed_twice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("1", encoding="utf-8")
     again = f'stamped thing "{tmp_path}/file" -- echo run'
     done = call_library(f'{again}; {again}; echo 2 >"{tmp_path}/file"; {again}', tmp_path, VENV=str(tmp_path))
@@ -327,7 +327,7 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
 
 
 def tracked_files() -> list[Path]:
-    """What is or could be committed."""
+    """Return the files that are tracked or could be."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -337,7 +337,7 @@ def tracked_files() -> list[Path]:
 
 
 def test_no_file_names_a_package_registry() -> None:
-    """Installing follows each machine's own settings of pip and apt; only PyTorch's public index is named."""
+    """Installation follows the machine's settings of pip and apt; only PyTorch's public index is named."""
     registry = re.compile(rb"\b(?:pypi|pythonhosted|registry\.npmjs|(?:deb|security)\.debian)\.(?:org|com)\b")
     index = re.compile(rb"(?:index-url|find-links)[ =]+(?!https://download\.pytorch\.org/)\S*//\S+")
     found = [
@@ -349,7 +349,7 @@ def test_no_file_names_a_package_registry() -> None:
     assert found == []
 
 
-def test_wheel_carries_the_whole_package(tmp_path: Path) -> None:
+def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md"):

@@ -52,7 +52,7 @@ def sh(*words: str) -> str:
 
 
 class Experiment:
-    """Arms to be trained, a few at once. Runs that were stopped are resumed.
+    """Arms to train, a few at a time. Runs that were stopped are resumed.
 
     Args:
         arms: arms by name.
@@ -113,7 +113,7 @@ class Experiment:
         return results
 
     def run(self, jobs: list[str]) -> None:
-        """Run the jobs ARM:SEED in order, score them, and compare each with the first by paired bootstrap."""
+        """Run the jobs ARM:SEED in order, score them, and compare each with the first by a paired bootstrap test."""
         out = Path(self.arguments.out)
         out.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.arguments.at_once) as pool:

@@ -6,7 +6,7 @@ TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Mul
 English. First, two small BERTs are pretrained on the two sides of the training text by masked-token prediction, with
 WordPiece vocabularies, and saved by `transformers` (OUT/berts). Then DATA is prepared with their tokenizers, and each
 arm is trained, averaged and translated as in the other experiments. References are normalised like translations
-(lower case, spaces of BERT's tokenizer), so scores are comparable among the arms only. `transformers` is required.
+(lower case, spaces of BERT's tokenizer), so scores are comparable only among the arms. Requires `transformers`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ thread of the CPU; it is resumed if the script is started again. Then the last c
 set is translated and scored. Results are printed and written to OUT/summary.json; `deepspeed-nmt report collapse
 OUT/*-seed?` draws the curves.
 
-`--set` changes settings of all arms. With these, 15 layers collapsed and 6 did not:
+`--set` changes settings of all arms. With these, 15 layers collapsed but 6 did not:
 
     ... --set model.norm=post optimizer.lr=5e-3 schedule.warmup_updates=200 optimizer.clip_norm=0
 """

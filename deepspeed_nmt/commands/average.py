@@ -26,18 +26,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: if the run has fewer checkpoints.
+        DataError: if another process is averaging them.
     """
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.locks import exclusive
     from deepspeed_nmt.run.directory import Run
 
-    store = Run.open(arguments.run).checkpoints
-    names = store.names()
+    opened = Run.open(arguments.run)
+    names = opened.checkpoints.names()
     if not 1 <= arguments.last <= len(names):
         raise CheckpointError(
             f"--last must be between 1 and the {len(names)} checkpoints that {arguments.run} keeps, but is "
             f"{arguments.last}; keep more with training.keep_last"
         )
     chosen = names[-arguments.last :]
-    path = store.save_average([store.directory / name for name in chosen])
+    store = opened.checkpoints
+    refusal = f"--run must have one average at a time, but {{holder}} is making one of {arguments.run}; wait for it"
+    with exclusive(store.directory / ".average.lock", refusal):
+        path = store.save_average([opened.checkpoint(name) for name in chosen])
     output(f"{path}: average of {', '.join(chosen)}")
     return 0

@@ -67,19 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.evaluate.bleu import corpus_scores, sentence_bleu, tokenised_bleu
     from deepspeed_nmt.evaluate.depths import cheapest, depth_table, draw_depths, oracle, pareto_front
     from deepspeed_nmt.evaluate.picture import check_picture
-    from deepspeed_nmt.files import check_text, text_lines
+    from deepspeed_nmt.files import open_text, text_lines
     from deepspeed_nmt.run.directory import Run
 
-    for path in (arguments.input, arguments.reference):
-        check_text(path)
     if not 0.0 <= arguments.max_loss < float("inf"):
         raise ConfigError(f"--max-loss must be at least 0 and finite, but is {arguments.max_loss}")
     check_picture(arguments.out)
     opened = Run.open(arguments.run)
-    with arguments.input.open("rb") as stream:
-        sources = list(text_lines(stream))
-    with arguments.reference.open("rb") as stream:
-        references = [opened.tokenizer.reference(line) for line in text_lines(stream)]
+    with open_text(arguments.input) as stream:
+        sources = list(text_lines(stream, arguments.input))
+    with open_text(arguments.reference) as stream:
+        references = [opened.tokenizer.reference(line) for line in text_lines(stream, arguments.reference)]
     if len(sources) != len(references) or not sources:
         raise DataError(
             f"--input and --reference must have equally many lines, at least one, but have {len(sources)} and "

@@ -22,10 +22,10 @@ from deepspeed_nmt.evaluate.scoring import (
     as_text,
     read_sentences,
     score_files,
-    shown_name,
     warn_of_copies,
     warn_of_files,
 )
+from deepspeed_nmt.files import shown_name
 
 HELP = "score translations: sacreBLEU and chrF with their signatures"
 

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.errors import EXIT_STOPPED
+from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -51,13 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status."""
-    from deepspeed_nmt.train.signals import StopRequest, mark_done
+    from deepspeed_nmt.train.signals import StopRequest
 
     with StopRequest() as stop:
-        status = _train(arguments, stop)
-    if status == 0:
-        mark_done()
-    return status
+        try:
+            status = _train(arguments, stop)
+        except ReportedError as reported:  # a stop while ranks wait for one another has status EXIT_STOPPED, too
+            status = reported.status
+    return stop.hand_over(status)
 
 
 def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
@@ -131,7 +132,8 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.directory import CONFIG_FILE, has_begun, recorded_data
+    from deepspeed_nmt.run.directory import has_begun, recorded_data
+    from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     source = arguments.init_from or arguments.grow_from
@@ -142,6 +144,8 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
+    if begun:
+        verify_run(arguments.run)
     if arguments.recipe is None and base is None and begun:
         base = arguments.run / CONFIG_FILE  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -77,45 +76,43 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
-    from deepspeed_nmt.files import atomic_text_writer, check_text
+    from deepspeed_nmt.files import atomic_text_writer, open_text, text_lines
 
     _check(arguments)
-    source = None if arguments.input == "-" else Path(arguments.input)
-    if source is not None:
-        check_text(source)
     target = None if arguments.output == "-" else Path(arguments.output)
     if target is not None and (target.is_dir() or not target.parent.is_dir()):
         what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
         raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
-    translator = Translator.open(
-        arguments.run,
-        checkpoint=arguments.checkpoint,
-        device=arguments.device,
-        exit=arguments.exit,
-        encoder_layers=arguments.encoder_layers,
-        decoder_layers=arguments.decoder_layers,
-        name=arguments.rerank and arguments.rerank.replace("-", "_"),
-        **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
-    )
-    interactive = source is None and sys.stdin.isatty()
-    # The output file is replaced only when the translation is complete, so it may be the input.
-    writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
-    with writer as output, counting("translate", "sentences") as advance:
-        translations = translator.stream(
-            _lines(source),
-            max_tokens=arguments.max_tokens,
-            buffer_lines=1 if interactive else 4096,
-            nbest=arguments.nbest,
-            advance=advance,
+    with open_text(arguments.input) as source:
+        translator = Translator.open(
+            arguments.run,
+            checkpoint=arguments.checkpoint,
+            device=arguments.device,
+            exit=arguments.exit,
+            encoder_layers=arguments.encoder_layers,
+            decoder_layers=arguments.decoder_layers,
+            name=arguments.rerank and arguments.rerank.replace("-", "_"),
+            **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
         )
-        for number, best in enumerate(translations):
-            if arguments.nbest == 1:
-                output.write(best[0].text + "\n")
-            else:
-                output.writelines(f"{number}\t{each.score:.4f}\t{each.text}\n" for each in best)
-            if interactive:
-                output.flush()
-        output.flush()
+        interactive = source.isatty()
+        # The output file is replaced only when the translation is complete, so it may be the input.
+        writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
+        with writer as output, counting("translate", "sentences") as advance:
+            translations = translator.stream(
+                text_lines(source, arguments.input),
+                max_tokens=arguments.max_tokens,
+                buffer_lines=1 if interactive else 4096,
+                nbest=arguments.nbest,
+                advance=advance,
+            )
+            for number, best in enumerate(translations):
+                if arguments.nbest == 1:
+                    output.write(best[0].text + "\n")
+                else:
+                    output.writelines(f"{number}\t{each.score:.4f}\t{each.text}\n" for each in best)
+                if interactive:
+                    output.flush()
+            output.flush()
     return 0
 
 
@@ -144,10 +141,3 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--rerank {arguments.rerank} takes one --run, but {len(arguments.run)} are given; leave out --rerank to "
             "decode with an ensemble, or give one"
         )
-
-
-def _lines(source: Path | None) -> Iterator[str]:
-    from deepspeed_nmt.files import text_lines
-
-    with sys.stdin.buffer if source is None else source.open("rb") as stream:
-        yield from text_lines(stream)

@@ -82,10 +82,15 @@ def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
     r"""Yield the lines of several files in turn, without line ends (``\n``, ``\r\n``) and byte order mark."""
     for path in paths:
         with path.open("rb") as file:
-            for number, line in enumerate(file):
-                if number == 0:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                yield line.rstrip(b"\r\n")
+            yield from plain_lines(file)
+
+
+def plain_lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Yield the lines of a file, without line ends (``\n``, ``\r\n``) and byte order mark."""
+    for number, line in enumerate(file):
+        if number == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        yield line.rstrip(b"\r\n")
 
 
 def segmented_words(text: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,18 +14,11 @@ from deepspeed_nmt.data.corpus import Corpus, SplitStats
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import sha256_of
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
 from deepspeed_nmt.registry import Config, problem_of
 
 META_FILE = "meta.json"
 FORMAT: Literal[1] = 1
-
-
-class FileRecord(Config):
-    """A file of the directory."""
-
-    bytes: int
-    sha256: str
 
 
 class InputRecord(Config):
@@ -69,12 +61,13 @@ class Meta(Config):
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open the vocabulary of a data or run directory.
+    """Open the vocabulary of a data or run directory, after comparing it with the directory's record of its files.
 
     Raises:
-        DataError: if it is missing or cannot be read.
+        DataError: if it is missing, damaged, or cannot be read.
         ConfigError: if it needs a package that is not installed.
     """
+    _check_vocabulary(path)
     try:
         info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -82,6 +75,26 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if isinstance(info, dict) and info.get("kind") == "bert":
         return BertTokenizer.read(path, info)
     return SentencePieceTokenizer.read(path)
+
+
+def _check_vocabulary(path: Path) -> None:
+    """Compare a vocabulary with the record of a data or run directory; older runs have none.
+
+    Raises:
+        DataError: if a file is lost or damaged.
+    """
+    record = path / (META_FILE if (path / META_FILE).exists() else MANIFEST_FILE)
+    try:
+        files = json.loads(read_record(record)[0])["files"].items() if record.exists() else ()
+        records = {name: FileRecord(**each) for name, each in files if name.startswith("vocabulary.")}
+    except (DamagedRecordError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{record} must be as it was written, but is not ({error}); restore it from a copy"
+        ) from error
+    problems = [f"{name} {problem}" for name, each in records.items() if (problem := each.problem(path / name))]
+    if problems:
+        what = " and ".join(problems)
+        raise DataError(f"the vocabulary of {path} must be as it was written, but {what}; restore it from a copy")
 
 
 class DataDirectory:
@@ -103,16 +116,18 @@ class DataDirectory:
             what = f"has no {META_FILE}" if path.is_dir() else "does not exist"
             raise DataError(f"{path} must be a directory made by `prepare`, but {what}; run `prepare --out {path}`")
         try:
-            meta = Meta.model_validate_json(meta_path.read_bytes())
+            meta = Meta.model_validate_json(read_record(meta_path)[0])
+        except DamagedRecordError as error:
+            raise DataError(f"{error}; restore it, or run `prepare` again with --overwrite") from error
         except ValidationError as error:
             first = error.errors()[0]
             problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
-                f"{meta_path} must be what this version's `prepare` writes, but {error.error_count()} of its values "
-                f"are not ({problem}); run `prepare` again with --overwrite"
+                f"{meta_path} must be what this version's `prepare` writes, but is not: {problem} "
+                f"({error.error_count()} such); run `prepare` again with --overwrite"
             ) from error
         directory = cls(path, meta)
-        directory._check(directory._size_problem)
+        directory._check(verify=False)
         return directory
 
     @property
@@ -123,6 +138,11 @@ class DataDirectory:
             if name.endswith(".bin") or name.startswith("vocabulary."):
                 digest.update(f"{name} {record.sha256}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def vocabulary(self) -> dict[str, FileRecord]:
+        """Records of the vocabulary's files by name."""
+        return {name: record for name, record in self.meta.files.items() if name.startswith("vocabulary.")}
 
     @property
     def has_test(self) -> bool:
@@ -156,24 +176,16 @@ class DataDirectory:
         Raises:
             DataError: if files are missing or were changed, all of them at once.
         """
-        self._check(lambda name, record: self._size_problem(name, record) or self._hash_problem(name, record))
+        self._check(verify=True)
 
-    def _check(self, problem_of: Callable[[str, FileRecord], str | None]) -> None:
+    def _check(self, *, verify: bool) -> None:
         problems = [
-            problem for name, record in sorted(self.meta.files.items()) if (problem := problem_of(name, record))
+            f"{name} {problem}"
+            for name, record in sorted(self.meta.files.items())
+            if (problem := record.problem(self.path / name, verify))
         ]
         if problems:
             raise DataError(
                 f"{self.path} must be as `prepare` left it, but {'; '.join(problems)}; "
                 "restore it, or run `prepare` again with --overwrite"
             )
-
-    def _size_problem(self, name: str, record: FileRecord) -> str | None:
-        path = self.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        size = path.stat().st_size
-        return None if size == record.bytes else f"{name} has {size} bytes instead of {record.bytes}"
-
-    def _hash_problem(self, name: str, record: FileRecord) -> str | None:
-        return None if sha256_of(self.path / name) == record.sha256 else f"the content of {name} has changed"

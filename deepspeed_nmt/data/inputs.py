@@ -1,15 +1,25 @@
-"""Inspection of the text files that a data directory is made from."""
+"""The text files that a data directory is made from: inspected first, then read as long as they do not change."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import io
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from typing_extensions import override
 
 from deepspeed_nmt.console import progress
+from deepspeed_nmt.data.clean import plain_lines
 from deepspeed_nmt.data.directory import InputRecord
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import check_text
+from deepspeed_nmt.files import check_plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Paths = tuple[Path, ...]
 
@@ -33,11 +43,11 @@ def inspect_inputs(files: Mapping[str, tuple[Paths, Paths]]) -> dict[str, tuple[
         for split, both in files.items()
         for side, paths in zip(("source", "target"), both, strict=True)
     }
-    missing = [path for paths in sides.values() for path in paths if not path.is_file()]
-    if missing:
+    wrong = [path for paths in sides.values() for path in paths if not path.is_file()]
+    if wrong:
         raise DataError(
-            "every input must be an existing text file, but "
-            + "; ".join(f"{path} {'is not a file' if path.exists() else 'does not exist'}" for path in missing)
+            "every input must be an existing text file, because it is read more than once, but "
+            + "; ".join(f"{path} {_kind(path)}" for path in wrong)
             + "; check the paths"
         )
     work = [(name, path) for name, paths in sides.items() for path in paths]
@@ -58,18 +68,110 @@ def inspect_inputs(files: Mapping[str, tuple[Paths, Paths]]) -> dict[str, tuple[
     return {name: tuple(found) for name, found in records.items()}
 
 
+def _kind(path: Path) -> str:
+    """Describe a path that is no file."""
+    if not path.exists():
+        return "does not exist"
+    return "is a directory" if path.is_dir() else "is a pipe or a device (write its text to a file first)"
+
+
 def _inspect(path: Path) -> InputRecord:
-    check_text(path)
-    digest = hashlib.sha256()
-    size = lines = 0
-    last = b"\n"
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-                size += len(block)
-                lines += block.count(b"\n")
-                last = block[-1:]
-    except OSError as error:
-        raise DataError(f"{path} must be readable, but is not ({error.strerror or error})") from error
-    return InputRecord(path=str(path), bytes=size, lines=lines + (last != b"\n"), sha256=digest.hexdigest())
+    lines, last = 0, b"\n"
+    with _HashedFile(path) as file, io.BufferedReader(file, _BLOCK_BYTES) as stream:
+        check_plain(stream, path)
+        while block := stream.read(_BLOCK_BYTES):
+            lines += block.count(b"\n")
+            last = block[-1:]
+        return InputRecord(path=str(path), bytes=file.size, lines=lines + (last != b"\n"), sha256=file.sha256)
+
+
+@contextmanager
+def open_unchanged(record: InputRecord) -> Iterator[BinaryIO]:
+    """Open an input file that was inspected.
+
+    Args:
+        record: of the file.
+
+    Yields:
+        The file, to be read to its end.
+
+    Raises:
+        DataError: at the end, if its content is not the one that was inspected.
+    """
+    with _HashedFile(Path(record.path)) as file, io.BufferedReader(file, _BLOCK_BYTES) as stream:
+        yield stream
+        if file.sha256 != record.sha256:
+            raise DataError(
+                f"{record.path} must not change while `prepare` reads it, but it has; wait until it is complete, and "
+                "run `prepare` again"
+            )
+
+
+def read_pairs(sources: Sequence[InputRecord], targets: Sequence[InputRecord]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the aligned lines of two sides, without line ends and byte order marks.
+
+    Raises:
+        DataError: if a file has changed since it was inspected.
+    """
+    sides = _read_side(sources), _read_side(targets)
+    yield from zip(*sides, strict=False)
+    for side in sides:  # one that has become longer than the other is read to its end, where its hash is compared
+        deque(side, maxlen=0)
+
+
+def _read_side(records: Sequence[InputRecord]) -> Iterator[bytes]:
+    for record in records:
+        with open_unchanged(record) as stream:
+            yield from plain_lines(stream)
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is hashed while it is read.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        size: number of bytes read so far.
+
+    Raises:
+        DataError: if it cannot be opened or read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digest = hashlib.sha256()
+        self.size = 0
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes read so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        try:
+            count = self._file.readinto(view) or 0
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self._digest.update(view[:count])
+        self.size += count
+        return count
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"{self._path} must be readable, but is not ({error.strerror or error})")

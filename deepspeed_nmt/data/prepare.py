@@ -1,16 +1,15 @@
 """Preparation of a data directory: check, clean, train the vocabulary, encode, record hashes.
 
-The text is read three times (checking, cleaning, encoding) and never held in memory, which holds the vocabulary's
-sample and 8 bytes for each pair. Files are written into a hidden directory beside the result, renamed at the end.
+The text is read several times (checking, cleaning, copying), and hashed each time, because it must not change. It is
+never held in memory, which holds the vocabulary's sample and 8 bytes for each pair. Files are written into a hidden
+directory beside the result, renamed at the end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,23 @@ from deepspeed_nmt.data.directory import (
     FORMAT,
     META_FILE,
     DataDirectory,
-    FileRecord,
     InputRecord,
     Meta,
     open_tokenizer,
 )
-from deepspeed_nmt.data.inputs import Paths, inspect_inputs
+from deepspeed_nmt.data.inputs import Paths, inspect_inputs, open_unchanged, read_pairs
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
+from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_write_text, sha256_of, sync_directory
+from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
 
 DEFAULT_VOCAB_SIZE = 8000
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
 _BATCH_PAIRS = 10_000
+_BLOCK_BYTES = 1 << 20
 
 
 class PrepareOptions(Config):
@@ -131,21 +131,26 @@ def prepare(options: PrepareOptions) -> Meta:
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
     given = _given_vocabulary(options)
     recorded = options.recorded(given)
-    if (out / META_FILE).exists() and not options.overwrite:
-        return _same_or_refuse(out, recorded, inputs)
-    staging = out.with_name(f".{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        staging.mkdir(parents=True)
-        meta = _fill(staging, options, given, recorded, inputs)
-        _rename(staging, out)
+        with replacing(out, _is_whole):
+            _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
+            if (out / META_FILE).exists() and not options.overwrite:
+                return _same_or_refuse(out, recorded, inputs)
+            with staged(out) as staging:
+                return _fill(staging, options, given, recorded, inputs)
     except OSError as error:
         raise DataError(
             f"--out must be writable, but {out} could not be written ({error}), and nothing is left of it; free disk "
             "space, or choose another --out"
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return meta
+
+
+def _is_whole(out: Path) -> bool:
+    try:
+        DataDirectory.open(out)
+    except DataError:
+        return False
+    return True
 
 
 def _fill(
@@ -158,22 +163,18 @@ def _fill(
     cleaner = PairCleaner(options.cleaning, options.segmented)
     clean_source, clean_target = staging / "clean.source", staging / "clean.target"
     pairs = sum(record.lines for record in inputs["train.source"])
-    lines = progress(_pairs(*options.paths("train")), "cleaning", "pairs", total=pairs)
+    lines = progress(read_pairs(inputs["train.source"], inputs["train.target"]), "cleaning", "pairs", total=pairs)
     with clean_source.open("wb") as source_file, clean_target.open("wb") as target_file:
         for source, target in cleaner.texts(lines):
             source_file.write(source.encode() + b"\n")
             target_file.write(target.encode() + b"\n")
-    if cleaner.read != pairs:
-        raise DataError(
-            f"the training text must not change while it is read, but {pairs} lines became {cleaner.read}; run "
-            "`prepare` again"
-        )
     _check_some_left(cleaner)
 
     tokenizer = given or _train_vocabulary(options, (clean_source, clean_target), cleaner.kept)
     tokenizer.save(staging)
 
-    lines = progress(_pairs((clean_source,), (clean_target,)), "encoding", "pairs", total=cleaner.kept)
+    clean = zip(read_lines((clean_source,)), read_lines((clean_target,)), strict=True)
+    lines = progress(clean, "encoding", "pairs", total=cleaner.kept)
     texts = ((source.decode(), target.decode()) for source, target in lines)
     splits = {"train": _encode(texts, tokenizer, staging, "train", options.threads, cleaner)}
     _check_some_left(cleaner)
@@ -183,7 +184,7 @@ def _fill(
     # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
     valid = (
         (_lenient(source, options.segmented), _lenient(target, options.segmented))
-        for source, target in _pairs(*options.paths("valid"))
+        for source, target in read_pairs(inputs["valid.source"], inputs["valid.target"])
     )
     splits["valid"] = _encode(valid, tokenizer, staging, "valid", options.threads)
     if splits["valid"].pairs == 0:
@@ -192,12 +193,10 @@ def _fill(
             "hold out some hundreds of sentence pairs of the training text"
         )
     for split in options.splits[1:]:
-        for side, paths in zip(("source", "target"), options.paths(split), strict=True):
-            _copy(paths, staging / f"{split}.{side}")
+        for name in (f"{split}.source", f"{split}.target"):
+            _copy(inputs[name], staging / name)
 
-    files = {
-        path.name: FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path)) for path in sorted(staging.iterdir())
-    }
+    files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
         format=FORMAT,
         version=__version__,
@@ -211,12 +210,8 @@ def _fill(
         splits=splits,
         files=files,
     )
-    atomic_write_text(staging / META_FILE, meta.model_dump_json(indent=2) + "\n")
+    write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
     return meta
-
-
-def _pairs(sources: Sequence[Path], targets: Sequence[Path]) -> Iterator[tuple[bytes, bytes]]:
-    return zip(read_lines(sources), read_lines(targets), strict=False)  # inspect_inputs checked that they are aligned
 
 
 def _lenient(line: bytes, segmented: bool) -> str:
@@ -259,16 +254,17 @@ def _encode(
         return writer.stats
 
 
-def _copy(paths: Sequence[Path], destination: Path) -> None:
-    """Concatenate files byte for byte, adding the last line end between files where it is missing."""
+def _copy(records: Sequence[InputRecord], destination: Path) -> None:
+    """Concatenate input files byte for byte, adding the last line end between files where it is missing."""
     with destination.open("wb") as file:
-        for number, path in enumerate(paths):
-            with path.open("rb") as part:
-                shutil.copyfileobj(part, file)
-                if number < len(paths) - 1 and part.tell():
-                    part.seek(-1, os.SEEK_END)
-                    if part.read(1) != b"\n":
-                        file.write(b"\n")
+        last = b""
+        for record in records:
+            if last not in (b"", b"\n"):
+                file.write(last := b"\n")
+            with open_unchanged(record) as part:
+                while block := part.read(_BLOCK_BYTES):
+                    file.write(block)
+                    last = block[-1:]
         file.flush()
         os.fsync(file.fileno())
 
@@ -313,7 +309,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
     if not out.is_dir():
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
     try:
-        ours = {META_FILE, *json.loads((out / META_FILE).read_bytes())["files"]}
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *json.loads((out / META_FILE).read_bytes())["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         ours = set()
     others = sorted({path.name for path in out.iterdir()} - ours)
@@ -344,19 +340,3 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
         )
     logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
     return meta
-
-
-def _rename(staging: Path, out: Path) -> None:
-    """Rename the finished directory to ``out``, and delete an older one only after that."""
-    old = out.with_name(f".{out.name}.old-{uuid.uuid4().hex[:8]}")
-    sync_directory(staging)
-    if out.exists():
-        out.rename(old)
-    try:
-        staging.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    sync_directory(out.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,7 +7,6 @@ subword-nmt, whose tokens are taken as they are.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
+from deepspeed_nmt.data.sentencepiece_process import train_model
 from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError
 
@@ -198,11 +198,9 @@ def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: A
         )
     if vocab_size <= UNK + 1:
         raise DataError(f"--vocab-size must be more than the {UNK + 1} special tokens, but is {vocab_size}; raise it")
-    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain([first], iterator),
-            model_writer=model,
+        model = train_model(
+            chain([first], iterator),
             vocab_size=vocab_size,
             hard_vocab_limit=False,  # too small a vocabulary is reported by `_check_size`
             pad_id=PAD,
@@ -222,7 +220,7 @@ def _train(lines: Iterable[str], segmented: bool, vocab_size: int, **settings: A
             f"--vocab-size must be at least {sizes.group(2)}, the characters of the text and {UNK + 1} special "
             f"tokens, but is {sizes.group(1)}; raise it, or lower --character-coverage (0.9995 for large scripts)"
         ) from error
-    return SentencePieceTokenizer(model.getvalue(), segmented)
+    return SentencePieceTokenizer(model, segmented)
 
 
 def _check_size(tokenizer: SentencePieceTokenizer, vocab_size: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.picture import save_picture
 
 METRICS_FILE = "metrics.jsonl"
 TOKENS = "train/target_tokens"
@@ -120,6 +121,6 @@ def draw(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: Path) ->
     axes[0][0].legend(fontsize="small")
     figure.tight_layout()
     try:
-        figure.savefig(out, dpi=120)
+        save_picture(figure, out)
     finally:
         pyplot.close(figure)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed_nmt.evaluate.picture import save_picture
+
 
 @dataclass(frozen=True)
 class Depth:
@@ -106,6 +108,6 @@ def draw_depths(depths: Sequence[Depth], out: Path) -> None:
     plane.grid(alpha=0.3)
     figure.tight_layout()
     try:
-        figure.savefig(out, dpi=120)
+        save_picture(figure, out)
     finally:
         pyplot.close(figure)

@@ -1,10 +1,16 @@
-"""Check of the path of a picture, before the work is done that it shows."""
+"""Pictures: the check of the path before the work is done, and the file."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.files import atomic_write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_picture(out: Path) -> None:
@@ -24,3 +30,14 @@ def check_picture(out: Path) -> None:
         raise ConfigError(
             f"--out must end in .png, .svg or .pdf, or another suffix that matplotlib writes, but is {out}"
         )
+
+
+def save_picture(figure: Figure, out: Path) -> None:
+    """Write a picture, in the format of the path's suffix.
+
+    Raises:
+        OSError: if it cannot be written; an older picture is then unchanged.
+    """
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format=out.suffix.removeprefix("."))
+    atomic_write_bytes(out, content.getvalue())

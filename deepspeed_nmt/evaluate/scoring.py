@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
@@ -19,6 +17,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
+from deepspeed_nmt.files import check_plain, open_text, shown_name
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -66,14 +65,11 @@ def read_sentences(name: str) -> list[str]:
     """Read the sentences of a file. Only a line feed ends one: text may hold other Unicode line breaks.
 
     Raises:
-        DataError: if the file cannot be read, is not UTF-8, or is empty.
+        DataError: if the file cannot be read, is compressed, not UTF-8, or empty.
     """
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{shown_name(name)} must be a text file to read, but: {error.strerror}; check the path"
-        ) from error
+    with open_text(name) as stream:
+        check_plain(stream, name)
+        data = stream.read()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -203,8 +199,3 @@ def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
 
 def _bleu_values(score: float, detail: BleuDetail, signature: str) -> dict[str, object]:
     return {"score": score, **asdict(detail), "signature": signature}
-
-
-def shown_name(name: str) -> str:
-    """Return a file's name for messages."""
-    return "standard input" if name == "-" else name

@@ -2,7 +2,7 @@
 
 Files of a run:
 
-config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*
+config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
 metrics.jsonl  tensorboard/  checkpoints/  logs/
 """
 
@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.config import RunConfig, load_config, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.manifest import MANIFEST_FILE, FileRecord
 from deepspeed_nmt.run.environment import environment
+from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, DATA_FILE, data_record, replace_files, verify_run
+from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
-CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, CHECKPOINTS = "config.yaml", "data.json", "environment.json", "checkpoints"
+ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
 """Log of each rank, over all restarts."""
 ORIGIN_FILE = "origin.json"
@@ -44,15 +47,17 @@ class Run:
         path: run directory.
         config: settings of the run.
         tokenizer: tokenizer of the run.
+        files: records of its files.
     """
 
     path: Path
     config: RunConfig
     tokenizer: Tokenizer
+    files: Mapping[str, FileRecord]
 
     @classmethod
     def open(cls, path: Path, option: str = "--run") -> Run:
-        """Open the directory of a run for reading.
+        """Open the directory of a run for reading. Its files are verified, and restored if they are lost.
 
         Args:
             path: run directory.
@@ -60,11 +65,13 @@ class Run:
 
         Raises:
             ConfigError: if it is no run directory.
+            DataError: if a file is lost or damaged and cannot be restored.
         """
-        if not (path / CONFIG_FILE).is_file():
+        if not any((path / name).exists() for name in (CONFIG_FILE, MANIFEST_FILE, CHECKPOINTS)):
             what = "has no config.yaml" if path.is_dir() else "does not exist"
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
-        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path))
+        files = verify_run(path)
+        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path), files)
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -72,9 +79,23 @@ class Run:
         training = self.config.training
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
 
+    def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
+        """Open a checkpoint of the run (best, last, average, a name, or a path).
+
+        Args:
+            which: its name or path.
+            option: option by which the user named it, for messages.
+
+        Raises:
+            CheckpointError: if there is none, or it is damaged, or of another run.
+        """
+        checkpoint = self.checkpoints.open(which, option)
+        check_record(checkpoint, self.config, self.files)
+        return checkpoint
+
     def model(self, which: str) -> TranslationModel:
         """Build the model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
-        checkpoint = self.checkpoints.open(which)
+        checkpoint = self.checkpoint(which)
         model = build_model(self.config, self.tokenizer.vocabulary)
         checkpoint.load_into(model)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
@@ -96,7 +117,44 @@ class Run:
 
 def has_begun(path: Path) -> bool:
     """Return True if a run has a checkpoint. Until then, all its settings can change."""
-    return (path / CONFIG_FILE).is_file() and bool(CheckpointStore(path / CHECKPOINTS).names())
+    return bool(CheckpointStore(path / CHECKPOINTS).names())
+
+
+def record_of(config: RunConfig, data: DataDirectory) -> RunRecord:
+    """Return the record of a run, for its checkpoints."""
+    return RunRecord(
+        config=config.model_dump(mode="json"),
+        data=str(data.path.resolve()),
+        fingerprint=data.fingerprint,
+        vocabulary=data.vocabulary,
+    )
+
+
+def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, FileRecord]) -> None:
+    """Check that a checkpoint is of a run with the same fixed settings and the same vocabulary.
+
+    Args:
+        checkpoint: to check. Those of older versions have no record, and pass.
+        config: settings of the run.
+        files: records of files of the run, those of its vocabulary among them.
+
+    Raises:
+        CheckpointError: if it is of another run.
+    """
+    if (record := checkpoint.run) is None:
+        return
+    now = _flat(config.model_dump(mode="json"))
+    before = _flat(validate(record.config).model_dump(mode="json"))
+    differences = [
+        f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}" for key in _changed(before, now)
+    ]
+    if any(files.get(name) != each for name, each in record.vocabulary.items()):
+        differences.append("its vocabulary is another one")
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path} must be a checkpoint of this run, but {differences[0]} ({len(differences)} "
+            "differences); open it with its own run"
+        )
 
 
 def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
@@ -111,16 +169,17 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         ConfigError: if a setting has changed that cannot change; all of them are listed.
         DataError: if the data has changed.
     """
-    if not has_begun(path):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ORIGIN_FILE).unlink(missing_ok=True)
-        data.tokenizer().save(path)
-        record = {"path": str(data.path.resolve()), "fingerprint": data.fingerprint}
-        atomic_write_text(path / DATA_FILE, json.dumps(record))
-        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
-    else:
+    files = {CONFIG_FILE: config.to_yaml().encode()}
+    if has_begun(path):
+        verify_run(path)
         _check_same(path, config, data)
-        atomic_write_text(path / CONFIG_FILE, config.to_yaml())
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (ORIGIN_FILE, MANIFEST_FILE):
+            (path / name).unlink(missing_ok=True)
+        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint)
+        files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
+    replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 
 
@@ -154,11 +213,16 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     problems = [
         f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
         "start a new run instead"
-        for key in sorted(before.keys() | now.keys())
-        if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)
+        for key in _changed(before, now)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return the fixed settings that differ."""
+    keys = sorted(before.keys() | now.keys())
+    return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
 
 
 def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:

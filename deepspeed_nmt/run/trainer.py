@@ -31,7 +31,8 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
-from deepspeed_nmt.run.directory import CHECKPOINTS
+from deepspeed_nmt.run.directory import check_record, record_of
+from deepspeed_nmt.run.manifest import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
@@ -75,7 +76,8 @@ class Job:
     def store(self) -> CheckpointStore:
         """Checkpoints of the run."""
         training = self.config.training
-        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
+        record = record_of(self.config, self.data)
+        return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best, record)
 
 
 def train_run(job: Job) -> Progress:
@@ -94,7 +96,7 @@ def train_run(job: Job) -> Progress:
 
 def _resume_or_start(job: Job, resolved: ResolvedRun) -> Progress | None:
     """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
-    checkpoint = _newest_checkpoint(job.store, job.world)
+    checkpoint = _newest_checkpoint(job)
     progress = Progress() if checkpoint is None else checkpoint.progress
     with _session(job, resolved, checkpoint, progress) as session:
         return train(session, progress)
@@ -149,14 +151,16 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     engine.close()
 
 
-def _newest_checkpoint(store: CheckpointStore, world: World) -> Checkpoint | None:
+def _newest_checkpoint(job: Job) -> Checkpoint | None:
     """Return the newest good checkpoint. Rank 0 finds it and verifies its hashes; other ranks open the same one."""
-    found = None
+    store, world, found = job.store, job.world, None
     with fail_together(world):
         if world.is_main:
             if store.names():
                 logger.info("checking and reading the newest checkpoint in %s", store.directory)
             found = store.newest()
+            if found is not None:
+                check_record(found, job.config, job.data.vocabulary)
     name = from_main(found.path.name if found is not None else "", world)
     with fail_together(world):
         return Checkpoint(store.directory / name, verify=False) if name and found is None else found

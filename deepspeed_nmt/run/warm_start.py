@@ -79,7 +79,7 @@ def warm_start(model: TranslationModel, config: RunConfig, origin: Origin, data:
     else:
         config.model.check_weights_of(source.config.model, str(source.path))
         differences = config.model.composition_differences(source.config.model)
-    checkpoint = source.checkpoints.open(origin.checkpoint, "--from-checkpoint")
+    checkpoint = source.checkpoint(origin.checkpoint, "--from-checkpoint")
     _copy(model, checkpoint, source, prefix)
     return {
         "run": str(origin.run.resolve()),

@@ -3,28 +3,101 @@
     checkpoints/update-0000100/weights-00001.safetensors   fp32 weights by parameter name
                                moments-00001.safetensors   Adam's moments, "<parameter>.exp_avg" and ".exp_avg_sq"
                                state.json                  progress of training; state-N.json after a rollback
+                               run.json                    settings and vocabulary of the run, and its data
                                manifest.json               size and SHA-256 of each file above
-    checkpoints/latest, best                               names of such directories
+                               manifest.json.sha256        SHA-256 of the manifest
+    checkpoints/latest, best                               names of such directories, for users; never read
 
-A checkpoint is written under a temporary name, synced to disk, renamed, and only then named by ``latest``. A rollback
-adds a new state to an old checkpoint and replaces the manifest by one that names it.
+A checkpoint is written under a temporary name, synced to disk, and renamed. A rollback adds a new state to an old
+checkpoint and replaces the manifest by one that names it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from pydantic import ConfigDict, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, sha256_of
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.manifest import (
+    MANIFEST_FILE,
+    DamagedRecordError,
+    FileRecord,
+    PlainName,
+    adopt_record,
+    read_record,
+    write_record,
+)
+from deepspeed_nmt.registry import Config
 from deepspeed_nmt.train.progress import Progress
+
+RUN_FILE = "run.json"
+
+
+class RunRecord(Config):
+    """Description of a run in each of its checkpoints: the run's own files are compared with it, or restored from it.
+
+    Attributes:
+        config: all settings, by section.
+        data: path of the data directory.
+        fingerprint: fingerprint of the data.
+        vocabulary: files of the vocabulary.
+    """
+
+    config: dict[str, Any]
+    data: str
+    fingerprint: str
+    vocabulary: dict[PlainName, FileRecord]
+
+
+class CheckpointManifest(Config):
+    """The content of ``manifest.json``.
+
+    Attributes:
+        format: version of the format; before 2, the manifest has no hash and the run no record.
+        weights: names of the weights in each file.
+        moments: names of the moments in each file; empty in an average.
+        state: file of the progress.
+        run: file of the run's record; None if there is none.
+        files: every file of the checkpoint.
+    """
+
+    format: Literal[1, 2]
+    weights: dict[PlainName, list[str]]
+    moments: dict[PlainName, list[str]]
+    state: PlainName = "state.json"
+    run: PlainName | None = None
+    files: dict[PlainName, FileRecord]
+
+    @model_validator(mode="after")
+    def _complete(self) -> CheckpointManifest:
+        named = {*self.weights, *self.moments, self.state, *([self.run] if self.run else [])}
+        if missing := sorted(named - self.files.keys()):
+            raise ValueError(f"{missing[0]} has no hash")
+        return self
+
+    def write(self, directory: Path) -> None:
+        """Write ``manifest.json`` and its hash."""
+        write_record(directory / MANIFEST_FILE, self.model_dump_json(indent=1).encode())
+
+
+class State(Config):
+    """The content of ``state.json``: progress, and the part of the engine's state that is not tensors."""
+
+    progress: Progress
+    engine: EngineScalars
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
 
 class Checkpoint:
@@ -32,7 +105,7 @@ class Checkpoint:
 
     Args:
         path: its directory.
-        verify: True to verify the hashes of its files, False to compare their sizes only.
+        verify: True to verify the hashes of all its files, False to compare only sizes of files with tensors.
 
     Raises:
         CheckpointError: if it is missing, incomplete, or its content is not what was written.
@@ -40,28 +113,59 @@ class Checkpoint:
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
-        self._manifest = self._json("manifest.json")
         try:
-            self._read(self._manifest, verify)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} must be a checkpoint of this program, but its JSON is not ({error!r})"
-            ) from error
+            self._manifest, hashed = self._read_manifest()
+            for name, record in self._manifest.files.items():
+                if problem := record.problem(path / name, verify or name.endswith(".json")):
+                    raise CheckpointError(f"{path / name} {problem}: the checkpoint is damaged")
+            state = State.model_validate_json((path / self._manifest.state).read_bytes())
+            self.progress, self.scalars = state.progress, state.engine
+            self._where = {
+                "weights": self._locate(self._manifest.weights),
+                "moments": self._locate(self._manifest.moments),
+            }
+        except (ValidationError, OSError, SafetensorError, DamagedRecordError) as error:
+            raise CheckpointError(f"{path} must be a checkpoint of this program, but {_reason(error)}") from error
+        if verify and not hashed:
+            self._adopt()
 
-    def _read(self, manifest: dict[str, Any], verify: bool) -> None:
-        for name, record in manifest["files"].items():
-            file = self.path / name
-            if not file.is_file():
-                raise CheckpointError(f"{file} must exist, but does not: the checkpoint is incomplete")
-            if file.stat().st_size != record["bytes"] or (verify and sha256_of(file) != record["sha256"]):
-                raise CheckpointError(f"{file} is not what was written there: the checkpoint is damaged")
-        state = self._json(manifest.get("state", "state.json"))
-        self.progress = Progress(**state["progress"])
-        self.scalars = EngineScalars(**state["engine"])
-        self._where = {
-            kind: {tensor: name for name, tensors in manifest[kind].items() for tensor in tensors}
-            for kind in ("weights", "moments")
-        }
+    def _read_manifest(self) -> tuple[CheckpointManifest, bool]:
+        content, hashed = read_record(self.path / MANIFEST_FILE)
+        manifest = CheckpointManifest.model_validate_json(content)
+        if manifest.format > 1 and not hashed:
+            raise DamagedRecordError(f"the hash of {MANIFEST_FILE} is missing")
+        return manifest, hashed
+
+    def _locate(self, files: Mapping[str, list[str]]) -> dict[str, Path]:
+        """Return the file of each tensor, after comparing the names in the manifest with those in the files."""
+        for name, tensors in files.items():
+            with safe_open(self.path / name, framework="pt") as file:
+                if set(file.keys()) != set(tensors):
+                    raise DamagedRecordError(f"{MANIFEST_FILE} names other tensors than {name} contains")
+        return {tensor: self.path / name for name, tensors in files.items() for tensor in tensors}
+
+    def _adopt(self) -> None:
+        """Add the hash of a manifest of an older version, all of whose files are as it records."""
+        try:
+            adopt_record(self.path / MANIFEST_FILE)
+            done = "from now on it is checked"
+        except OSError as error:
+            done = f"its hash could not be written ({error.strerror or error})"
+        logger.warning("%s has no hash of its manifest, because an older version wrote it; %s", self.path, done)
+
+    @property
+    def run(self) -> RunRecord | None:
+        """Record of the run; None in a checkpoint of an older version.
+
+        Raises:
+            CheckpointError: if it cannot be read.
+        """
+        if self._manifest.run is None:
+            return None
+        try:
+            return RunRecord.model_validate_json((self.path / self._manifest.run).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise CheckpointError(f"{self.path} must record its run, but {_reason(error)}") from error
 
     def restate(self, progress: Progress) -> None:
         """Replace the recorded progress atomically; weights and moments stay.
@@ -72,12 +176,12 @@ class Checkpoint:
         Raises:
             OSError: if it cannot be written; the checkpoint is then unchanged.
         """
-        files = self._manifest["files"]
+        files = self._manifest.files
         name = f"state-{len(files)}.json"
         record = write_state(self.path / name, progress, self.scalars)
-        self._manifest = {**self._manifest, "state": name, "files": {**files, name: record}}
-        atomic_write_text(self.path / "manifest.json", json.dumps(self._manifest, indent=1))
-        self.progress = progress
+        manifest = self._manifest.model_copy(update={"state": name, "files": {**files, name: record}})
+        manifest.write(self.path)
+        self._manifest, self.progress = manifest, progress
 
     @property
     def resumable(self) -> bool:
@@ -127,25 +231,21 @@ class Checkpoint:
     def _tensor(self, kind: str, name: str) -> Tensor:
         if name not in self._where[kind]:
             raise CheckpointError(f"{self.path} must hold {name}, but does not: it belongs to another model")
-        with safe_open(self.path / self._where[kind][name], framework="pt") as file:
+        with safe_open(self._where[kind][name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name} must be readable, but is not ({error})") from error
-        return content
 
-
-def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> dict[str, Any]:
+def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> FileRecord:
     """Write a state file, and return its entry in the manifest."""
     content = {"progress": asdict(progress), "engine": asdict(scalars)}
     atomic_write_text(file, json.dumps(content, indent=1))
-    return file_record(file)
+    return FileRecord.of(file)
 
 
-def file_record(file: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest: its size and hash."""
-    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+def _reason(error: Exception) -> str:
+    """Return a clause about an error."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'its JSON'} is not ({first['msg']})"
+    return str(error) if isinstance(error, DamagedRecordError) else f"it cannot be read ({error})"

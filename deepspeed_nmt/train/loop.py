@@ -91,7 +91,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
             watchdog.at(f"agreeing after update {progress.update}")
             stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
-                saved_at = _save(session, progress, best, saved_at, must=stopping or _finished(config, progress))
+                saved_at = _save(session, progress, saved_at, must=stopping or _finished(config, progress))
                 saving = False
             if fatal:
                 with fail_together(world):
@@ -101,7 +101,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
     finally:
         updates.close()
     if saved_at != progress.update:
-        _save(session, progress, False, saved_at, must=True)
+        _save(session, progress, saved_at, must=True)
     if config.patience and progress.validations_since_best >= config.patience:
         logger.info("no better score in %d validations: stopped early", config.patience)
     return progress
@@ -170,13 +170,12 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     return replace(progress, **changes), best  # type: ignore[arg-type]
 
 
-def _save(session: Session, progress: Progress, best: bool, saved_at: int, *, must: bool) -> int:
+def _save(session: Session, progress: Progress, saved_at: int, *, must: bool) -> int:
     """Gather a checkpoint on rank 0, write it, and return the update of the newest good checkpoint.
 
     Args:
         session: objects that the loop needs.
         progress: progress to record.
-        best: True if its score is the best so far.
         saved_at: update of the newest good checkpoint before.
         must: True to raise if it cannot be written; False to log an error and continue.
 
@@ -189,7 +188,7 @@ def _save(session: Session, progress: Progress, best: bool, saved_at: int, *, mu
     scalars = engine.scalars()
     if world.is_main:
         try:
-            store.save(progress, scalars, engine.state(), best)
+            store.save(progress, scalars, engine.state())
         except OSError as error:
             problem = str(error)
     else:

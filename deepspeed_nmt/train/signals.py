@@ -1,4 +1,4 @@
-"""Stop requests: Ctrl-C, SIGTERM (preemption) and SIGUSR1 (a time limit is near).
+"""Stop requests: Ctrl-C, SIGTERM (preemption), SIGHUP (the terminal is lost) and SIGUSR1 (a time limit is near).
 
 This module imports nothing heavy, so that signal handlers are installed before anything is loaded.
 """
@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_ONE_REQUEST_S = 2.0
-"""Signals within this time count as one request: a launcher forwards Ctrl-C as SIGTERM at once."""
+from deepspeed_nmt.errors import EXIT_STOPPED
+from deepspeed_nmt.interruption import ONE_REQUEST_S
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 STOP_FILE = "DEEPSPEED_NMT_STOP"
 """Environment variable with the path of a file whose existence requests a stop.
@@ -24,11 +25,12 @@ scripts in launch/ use it.
 """
 
 
-def mark_done() -> None:
-    """Create a file ``done`` beside STOP_FILE, because DeepSpeed's launcher returns success even if it is killed."""
-    if path := os.environ.get(STOP_FILE, ""):
-        with suppress(OSError):
-            Path(path).with_name("done").touch()
+STATUS_FILE = "DEEPSPEED_NMT_STATUS"
+"""Environment variable with the path of a file for the exit status of training.
+
+DeepSpeed's launcher returns success even if it is killed, and reports any other status of a rank as an error. The
+scripts in launch/ use it.
+"""
 
 
 class StopRequest:
@@ -63,15 +65,37 @@ class StopRequest:
             # A preemption signals one rank after another; this rank's own signal, if still to come, is no second one.
             self.signal_name, self._since = "a request to another rank", time.monotonic()
 
+    def hand_over(self, status: int) -> int:
+        """Write the status of training that ended as it should to STATUS_FILE, if there is one.
+
+        Args:
+            status: exit status of this rank.
+
+        Returns:
+            The status for the launcher: 0 if ``status`` is written, otherwise ``status``.
+        """
+        path = os.environ.get(STATUS_FILE, "")
+        if not path or status not in (0, EXIT_STOPPED) or self._launcher_lost:
+            return status
+        try:
+            Path(path).write_text(f"{status}\n", encoding="utf-8")
+        except OSError:  # the script runs on another host
+            return status
+        return 0
+
+    @property
+    def _launcher_lost(self) -> bool:
+        return self._launcher != 0 and os.getppid() != self._launcher
+
     def _without_a_signal(self) -> str:
         if self._file and Path(self._file).exists():
             return "request"
-        if self._launcher and os.getppid() != self._launcher:
-            return "the loss of its launcher"
-        return ""
+        return "the loss of its launcher" if self._launcher_lost else ""
 
     def __enter__(self) -> StopRequest:
         for number in _SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # `nohup` was asked to let it train on
             self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -81,16 +105,18 @@ class StopRequest:
         if self.agreed:
             # The same request may arrive again while the process ends. Python's handlers are gone then, and the
             # signal's default action would kill the process.
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            for harmless in (signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(harmless, signal.SIG_IGN)
             return
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signal_name and now - self._since > _ONE_REQUEST_S:
+        if self.signal_name and now - self._since > ONE_REQUEST_S:
             os._exit(128 + number)
         if not self.signal_name:
             self.signal_name, self._since = signal.Signals(number).name, now
             if number == signal.SIGINT:  # A user is watching. A logger may hold its lock at this moment.
-                os.write(2, b"finishing this update, then saving; interrupt again to stop at once\n")
+                with suppress(OSError):  # stderr may be closed
+                    os.write(2, b"finishing this update, then saving; interrupt again to stop at once\n")

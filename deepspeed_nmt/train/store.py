@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -20,12 +19,12 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.files import atomic_write_text, sync_directory
-from deepspeed_nmt.train.checkpoint import Checkpoint, file_record, write_state
+from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress
 
 _SHARD_BYTES = 2 * 1024**3
-_FORMAT = 1
-_PREFIX = "update-"
+_NAME = re.compile(r"update-(\d{7,})")
 
 
 class CheckpointStore:
@@ -35,24 +34,68 @@ class CheckpointStore:
         directory: where they are.
         keep_last: number of newest checkpoints to keep.
         keep_best: True to keep the best one besides.
+        record: record of the run, for new checkpoints; None where none are written.
     """
 
-    def __init__(self, directory: Path, keep_last: int = 5, keep_best: bool = True) -> None:
+    def __init__(
+        self, directory: Path, keep_last: int = 5, keep_best: bool = True, record: RunRecord | None = None
+    ) -> None:
         self.directory = directory
+        self._record = record
         self._keep_last = keep_last
         self._keep_best = keep_best
 
     def names(self) -> list[str]:
         """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged."""
-        return sorted(p.name for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
+        found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
+        return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
 
-    def pointer(self, name: str) -> Path | None:
-        """Return the checkpoint that ``latest`` or ``best`` names; None if there is none."""
-        file = self.directory / name
-        if not file.is_file():
-            return None
-        name = Path(file.read_text(encoding="utf-8").strip()).name
-        return self.directory / name if name and (self.directory / name).is_dir() else None
+    def best(self, until: str | None = None) -> str | None:
+        """Return the name of the best checkpoint, as the newest checkpoints record it; None if there is none.
+
+        A checkpoint that is the best so far may be missing because it could not be written. Then it is the best one
+        that a checkpoint before it records.
+
+        Args:
+            until: name of the newest checkpoint that counts; None for any.
+        """
+        names = [name for name in self.names() if until is None or _update(name) <= _update(until)]
+        for name in reversed(names):
+            try:
+                progress = self.read(name, verify=False).progress
+            except CheckpointError:
+                continue
+            if progress.best_score is not None and _name(progress.best_update) in names:
+                return _name(progress.best_update)
+        return None
+
+    def read(self, name: str, verify: bool = True) -> Checkpoint:
+        """Read one of the run's checkpoints.
+
+        Args:
+            name: its name, one of :meth:`names`.
+            verify: True to verify the hashes of its files.
+
+        Raises:
+            CheckpointError: if it is damaged.
+        """
+        checkpoint = Checkpoint(self.directory / name, verify)
+        if _name(checkpoint.progress.update) != name:
+            raise CheckpointError(
+                f"{checkpoint.path} must be of the update in its name, but is of update "
+                f"{checkpoint.progress.update}: it was renamed or copied"
+            )
+        return checkpoint
+
+    def record(self) -> RunRecord | None:
+        """Return the record of the run in the newest checkpoint that has one."""
+        for name in reversed(self.names()):
+            try:
+                if (record := self.read(name, verify=False).run) is not None:
+                    return record
+            except CheckpointError:
+                continue
+        return None
 
     def newest(self, until: int | None = None) -> Checkpoint | None:
         """Return the newest good checkpoint, skipping damaged ones with a warning; None if the run has none.
@@ -65,10 +108,10 @@ class CheckpointStore:
         """
         broken = []
         for name in reversed(self.names()):
-            if until is not None and name > _name(until):
+            if until is not None and _update(name) > until:
                 continue
             try:
-                checkpoint = Checkpoint(self.directory / name)
+                checkpoint = self.read(name)
             except CheckpointError as error:
                 broken.append(name)
                 logger.warning("%s; trying the one before it", error)
@@ -105,7 +148,10 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
                 )
-            return Checkpoint(self.directory / "average")
+            average = Checkpoint(self.directory / "average")
+            if average.resumable:
+                raise CheckpointError(f"{average.path} must be an average, but is a checkpoint of training")
+            return average
         for path in (self.directory / which, Path(which)):
             if path.is_dir():
                 return Checkpoint(path)
@@ -117,29 +163,29 @@ class CheckpointStore:
     def _best(self, option: str) -> Checkpoint:
         if not self.names():
             raise self._empty()
-        best = self.pointer("best")
-        if best is None:
-            raise CheckpointError(
-                f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
-            )
         try:
-            return Checkpoint(best)
+            self.read(self.names()[-1], verify=False)  # it records which one is the best
+            best = self.best()
+            if best is not None:
+                return self.read(best)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}; use {option} last, the newest that is good, or start `train` again, which resumes from it"
             ) from error
+        raise CheckpointError(
+            f"{self.directory} has no best checkpoint: the run was not validated yet; use {option} last"
+        )
 
     def _empty(self) -> CheckpointError:
         return CheckpointError(f"{self.directory} must hold a checkpoint, but is empty; train first")
 
-    def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState], best: bool) -> None:
-        """Write a checkpoint, make it the latest (and the best), then remove those that are no longer kept.
+    def save(self, progress: Progress, scalars: EngineScalars, states: Iterable[ParameterState]) -> None:
+        """Write a checkpoint, then remove those that are no longer kept.
 
         Args:
             progress: to record.
             scalars: to record.
             states: of all parameters.
-            best: True if it is the best so far.
 
         Raises:
             OSError: if it cannot be written; older checkpoints are unchanged. ``states`` is exhausted even then,
@@ -149,14 +195,12 @@ class CheckpointStore:
         states = iter(states)
         try:
             if not self._holds(name, progress, scalars):
-                self._write(name, progress, scalars, states)
-            atomic_write_text(self.directory / "latest", name + "\n")
-            if best:
-                atomic_write_text(self.directory / "best", name + "\n")
+                self._write(name, progress, scalars, states, self._record)
         finally:
             for _ in states:
                 pass
         self._prune(name)
+        self._write_pointers(name)
 
     def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
         """Return True if this very checkpoint exists and is good.
@@ -166,7 +210,7 @@ class CheckpointStore:
         if not (self.directory / name).is_dir():
             return False
         try:
-            found = Checkpoint(self.directory / name)
+            found = self.read(name)
         except CheckpointError:
             return False
         return found.progress == progress and found.scalars == scalars
@@ -183,33 +227,34 @@ class CheckpointStore:
         """
         checkpoint.restate(progress)
         for name in self.names():
-            if name > checkpoint.path.name:
+            if _update(name) > progress.update:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-        atomic_write_text(self.directory / "latest", checkpoint.path.name + "\n")
-        if self.pointer("best") is None:
-            best = _name(progress.best_update)
-            if (self.directory / best).is_dir():
-                atomic_write_text(self.directory / "best", best + "\n")
-            else:
-                (self.directory / "best").unlink(missing_ok=True)
+        self._write_pointers(checkpoint.path.name)
 
-    def save_average(self, paths: list[Path]) -> Path:
+    def save_average(self, checkpoints: Sequence[Checkpoint]) -> Path:
         """Average the weights of checkpoints, and write the result as ``average``."""
         total: dict[str, Tensor] = {}
-        newest = Progress()
-        for path in paths:
-            checkpoint = Checkpoint(path)
-            newest = max(newest, checkpoint.progress, key=lambda progress: progress.update)
+        newest = max(checkpoints, key=lambda checkpoint: checkpoint.progress.update)
+        for checkpoint in checkpoints:
             for name, weight in checkpoint.weights().items():
                 total[name] = total[name] + weight.double() if name in total else weight.double()
-        states = (ParameterState(name, (weight / len(paths)).float()) for name, weight in total.items())
-        self._write("average", newest, EngineScalars(), states)
+        states = (ParameterState(name, (weight / len(checkpoints)).float()) for name, weight in total.items())
+        self._write("average", newest.progress, EngineScalars(), states, newest.run)
         return self.directory / "average"
 
-    def _write(self, name: str, progress: Progress, scalars: EngineScalars, states: Iterator[ParameterState]) -> None:
+    def _write(
+        self,
+        name: str,
+        progress: Progress,
+        scalars: EngineScalars,
+        states: Iterator[ParameterState],
+        record: RunRecord | None,
+    ) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.directory / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        # One process at a time trains here, and one averages: other such directories are of killed processes.
+        for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else temporary.name):
+            shutil.rmtree(orphan, ignore_errors=True)
         temporary.mkdir()
         try:
             weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
@@ -217,10 +262,17 @@ class CheckpointStore:
                 weights.add(state.name, state.weight)
                 for which, moment in state.moments.items():
                     moments.add(f"{state.name}.{which}", moment)
-            manifest: dict[str, Any] = {"format": _FORMAT, "weights": weights.close(), "moments": moments.close()}
+            weight_files, moment_files = weights.close(), moments.close()
             write_state(temporary / "state.json", progress, scalars)
-            manifest["files"] = {file.name: file_record(file) for file in sorted(temporary.iterdir())}
-            atomic_write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
+            if record is not None:
+                atomic_write_text(temporary / RUN_FILE, record.model_dump_json(indent=1))
+            CheckpointManifest(
+                format=2,
+                weights=weight_files,
+                moments=moment_files,
+                run=None if record is None else RUN_FILE,
+                files={file.name: FileRecord.of(file) for file in sorted(temporary.iterdir())},
+            ).write(temporary)
             final = self.directory / name
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
@@ -239,9 +291,9 @@ class CheckpointStore:
         Args:
             saved: name of the checkpoint just saved.
         """
-        names = [name for name in self.names() if name <= saved]
-        best = self.pointer("best") if self._keep_best else None
-        kept = {best.name if best is not None else "", next(filter(self._before_skips, reversed(names)), "")}
+        names = [name for name in self.names() if _update(name) <= _update(saved)]
+        best = self.best(saved) if self._keep_best else None
+        kept = {best or "", next(filter(self._before_skips, reversed(names)), "")}
         for name in names[: -self._keep_last]:
             if name not in kept:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
@@ -249,13 +301,28 @@ class CheckpointStore:
     def _before_skips(self, name: str) -> bool:
         """Return True if a checkpoint is outside a streak of skipped updates; its tensors are not read."""
         try:
-            return Checkpoint(self.directory / name, verify=False).progress.skipped == 0
+            return self.read(name, verify=False).progress.skipped == 0
         except CheckpointError:
             return False
 
+    def _write_pointers(self, latest: str) -> None:
+        """Write ``latest`` and ``best`` for users and their scripts; this program reads neither of them."""
+        for pointer, name in (("latest", latest), ("best", self.best(latest))):
+            try:
+                if name is None:
+                    (self.directory / pointer).unlink(missing_ok=True)
+                else:
+                    atomic_write_text(self.directory / pointer, name + "\n")
+            except OSError as error:
+                logger.warning("%s could not be written (%s)", self.directory / pointer, error.strerror or error)
+
 
 def _name(update: int) -> str:
-    return f"{_PREFIX}{update:07d}"
+    return f"update-{update:07d}"
+
+
+def _update(name: str) -> int:
+    return int(name.removeprefix("update-"))
 
 
 class _ShardWriter:

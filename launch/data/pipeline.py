@@ -32,9 +32,9 @@ from pathlib import Path
 from deepspeed_nmt.files import atomic_text_writer, sha256_of
 
 _BLOCK_LINES = 2000
-"""Lines that a worker tokenizes at a time."""
+"""Lines that a worker tokenises at a time."""
 _BLOCKS_AHEAD = 32
-"""Blocks that are tokenised ahead of the reader, which bounds the memory whatever the size of a file."""
+"""Blocks that are tokenised ahead of the reader. The limit bounds the memory for files of any size."""
 
 STATMT = "http://www.statmt.org"
 DATA = "http://data.statmt.org"
@@ -84,7 +84,7 @@ class Part:
     target: str = ""
 
     def member(self, side: int, language: str) -> str:
-        """Name of the file of a side (0 source, 1 target) in the archive."""
+        """Return the name of the file of a side (0 source, 1 target) in the archive."""
         return (self.target if side and self.target else self.source).format(language)
 
 
@@ -117,13 +117,13 @@ class Task:
 
 
 def _sgm(year: int, pair: str, foreign: str) -> Part:
-    """Test set of a year in SGML, from English."""
+    """Return the test set of a year in SGML, from English."""
     name = f"dev/newstest{year}-{pair}"
     return Part("dev.tgz", f"{name}-src.en.sgm", f"{name}-ref.{foreign}.sgm")
 
 
 def _common(pair: str) -> list[Part]:
-    """Europarl and Common Crawl, which all WMT tasks have."""
+    """Return Europarl and Common Crawl, which all WMT tasks use."""
     return [
         Part("training-parallel-europarl-v7.tgz", f"training/europarl-v7.{pair}.{{}}"),
         Part("training-parallel-commoncrawl.tgz", f"commoncrawl.{pair}.{{}}"),
@@ -241,7 +241,7 @@ def _get_archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:
 
 
 def _fetch(url: str, path: Path) -> None:
-    """Download a file. The part that an interrupted download left is resumed.
+    """Download a file. An interrupted download is resumed.
 
     Raises:
         OSError: if the download fails.
@@ -262,7 +262,7 @@ def _fetch(url: str, path: Path) -> None:
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise OSError(f"{url} cannot be fetched ({error}); download it yourself and use --from") from error
-        if error.headers.get("Content-Range") != f"bytes */{start}":  # equal if the part is already the whole file
+        if error.headers.get("Content-Range") != f"bytes */{start}":  # equal if the part is the complete file
             part.unlink()
             raise OSError(f"{part} was not a part of {url} and is removed; start again") from error
     except OSError as error:
@@ -271,7 +271,7 @@ def _fetch(url: str, path: Path) -> None:
 
 
 def _read_checksums(checksums: Path) -> dict[str, str]:
-    """Recorded SHA-256 of each archive."""
+    """Read the recorded SHA-256 of each archive."""
     lines = checksums.read_text().splitlines() if checksums.exists() else []
     return {name: digest for digest, name in (line.split() for line in lines)}
 
@@ -282,7 +282,7 @@ def _verify(path: Path, published: str, given: bool, checksums: Path) -> None:
     Args:
         path: the archive.
         published: published SHA-256; empty if there is none.
-        given: True if the user gave the archive, which may differ from the published one.
+        given: True if the archive was given by the user. It may then differ from the published one.
         checksums: file with the recorded SHA-256 of each archive.
 
     Raises:
@@ -297,7 +297,7 @@ def _verify(path: Path, published: str, given: bool, checksums: Path) -> None:
 
 
 def _record_checksums(paths: dict[str, Path], checksums: Path) -> None:
-    """Append the SHA-256 of each new archive, so that a later start notices if an archive has changed.
+    """Append the SHA-256 of each new archive, so that a later start detects changed archives.
 
     Called after the extraction: only archives with the expected content are recorded.
     """
@@ -325,7 +325,7 @@ def _extract(task: Task, paths: dict[str, Path], raw: Path) -> None:
 
 
 def _read_lines(archive: Path, member: str) -> Iterator[str]:
-    """Sentences of a file in an archive, without mark-up."""
+    """Yield the sentences of a file in an archive, without mark-up."""
     with tarfile.open(archive) as content:
         entry = next((entry for entry in content if entry.name.removeprefix("./") == member), None)
         if entry is None:
@@ -343,13 +343,13 @@ def _read_lines(archive: Path, member: str) -> Iterator[str]:
 
 
 def _read_segments(lines: Iterable[str]) -> Iterator[str]:
-    """Sentences of a test set in SGML or XML. A sentence may extend over several lines."""
+    """Yield the sentences of a test set in SGML or XML. A sentence may extend over several lines."""
     for segment in re.findall(r"<seg[^>]*>(.*?)</seg>", "".join(lines), re.DOTALL | re.IGNORECASE):
         yield " ".join(html.unescape(segment).split())
 
 
 def _read_talks(lines: Iterable[str]) -> Iterator[str]:
-    """Sentences of the IWSLT training text: the talks, their titles and descriptions, without other metadata."""
+    """Yield the sentences of the IWSLT training text: talks, titles and descriptions, without other metadata."""
     for line in lines:
         if not any(mark in line for mark in ("<url>", "<talkid>", "<keywords>")):
             yield re.sub(r"</?(title|description)>", "", line).strip()
@@ -371,7 +371,7 @@ def _preprocess(task: Task, raw: Path, text: Path, threads: int) -> None:
 
 
 def _tokenise_file(path: Path, language: str, task: Task, pool: ProcessPoolExecutor) -> Iterator[str]:
-    """Tokenised lines of a file, in order."""
+    """Yield the tokenised lines of a file, in order."""
     work = partial(_tokenise, language=language, lowercase=task.lowercase, normalise=task.normalise)
     pending: deque[Future[list[str]]] = deque()
     with path.open(encoding="utf-8", newline="\n") as file:
@@ -397,7 +397,7 @@ def _tokenise(lines: list[str], language: str, lowercase: bool, normalise: bool)
     tokenised = []
     for line in lines:
         text = line.strip()
-        if normalise:  # a space replaces a control character, so that the words around it stay apart
+        if normalise:  # control characters become spaces, so that words are not joined
             text = regex.sub(r"\p{C}", " ", normalizer.normalize(text))
         tokens = tokenizer.tokenize(text, aggressive_dash_splits=normalise, return_str=True, escape=True)
         tokenised.append(tokens.lower() if lowercase else tokens)
@@ -427,7 +427,7 @@ def _write_pairs(pairs: Iterable[tuple[str, str]], files: list[Path], task: Task
 
 
 def _passes_filter(source: str, target: str, task: Task) -> bool:
-    """True if Moses' clean-corpus-n.perl keeps a pair: no side is empty, too long or much longer than the other."""
+    """Return True if Moses' clean-corpus-n.perl keeps a pair: no side is empty, too long or much the longer one."""
     shorter, longer = sorted((len(source.split()), len(target.split())))
     return shorter >= 1 and longer <= min(task.longest, task.ratio * shorter)
 

@@ -1,7 +1,7 @@
 """Fenced blocks that are drawn while the site is built, so that a page loads no script from elsewhere.
 
-`math` blocks become MathML. `mermaid` blocks become SVG; of Mermaid's language the flowcharts of this
-documentation are understood:
+`math` blocks become MathML. `mermaid` blocks become SVG; only flowcharts like those of this documentation are
+supported:
 
     flowchart TD
         id["label<br>second line"] --> other["label"]
@@ -17,7 +17,9 @@ from html import escape
 from typing import Any
 
 from latex2mathml.converter import convert
-from pymdownx.superfences import SuperFencesException  # any other is swallowed, and the block shown as it is
+from pymdownx.superfences import (
+    SuperFencesException,
+)  # other exceptions are swallowed, and the block is shown unchanged
 
 _STATEMENT = re.compile(r'(\w+)(?:\["([^"]*)"\])?')
 _CHARACTER, _LINE, _PADDING = 8, 17, 12  # pixels, at a font size of 13
@@ -28,7 +30,7 @@ def math(source: str, language: str, css_class: str, options: Mapping[str, Any],
     """Convert a block of LaTeX to MathML.
 
     Raises:
-        SuperFencesException: If a command or an environment is not understood.
+        SuperFencesException: If a command or an environment is not supported.
     """
     drawn = convert(source, display="block")
     if "\\" in drawn or "<mi>&</mi>" in drawn:
@@ -40,7 +42,7 @@ def diagram(source: str, language: str, css_class: str, options: Mapping[str, An
     """Draw a Mermaid flowchart as SVG.
 
     Raises:
-        SuperFencesException: If a line is not understood.
+        SuperFencesException: If a line is not supported.
     """
     first, *lines = [line.strip() for line in source.splitlines() if line.strip()]
     direction = re.fullmatch(r"flowchart (TD|LR)", first)
@@ -67,7 +69,7 @@ def _box(statement: str, labels: dict[str, list[str]]) -> str:
 
 
 def _ranks(names: list[str], edges: list[tuple[str, str]]) -> dict[str, int]:
-    """The longest way to each box; a box that nothing leads to stands just before the first that it leads to."""
+    """Return the longest path to each box. A box without a predecessor stands just before its first successor."""
     ranks = dict.fromkeys(names, 0)
     for _ in names:
         for source, target in edges:

@@ -1,7 +1,7 @@
-"""Docstrings and links, as the site shows them.
+"""Markdown extension for docstrings and links.
 
-Cross-references such as :class:`~package.module.Name` become code: `Name`. Links out of docs/ lead somewhere on a
-code host only: here those to the measurements lead to their page, and of the others the text is left.
+Cross-references such as :class:`~package.module.Name` become code: `Name`. Links out of docs/ work only on a code
+host. On the site, links to the measurements lead to their page, and other links are replaced by their text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUTSIDE = re.compile(
 
 
 class _Roles(Preprocessor):
-    """Replaces roles and links line by line."""
+    """Preprocessor that replaces roles and links line by line."""
 
     def run(self, lines: list[str]) -> list[str]:
         """Return the lines without roles and without links out of docs/."""
@@ -40,10 +40,10 @@ def _as_code(found: re.Match[str]) -> str:
 
 
 class Roles(Extension):
-    """Makes the preprocessor part of Markdown."""
+    """Markdown extension that registers the preprocessor."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
-        """Register before all that looks at code spans and fences."""
+        """Register the preprocessor before those of code spans and fences."""
         md.preprocessors.register(_Roles(md), "roles", priority=50)
 
 

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that follow from the code: all settings, and the table of recipes.
+"""Write the pages of docs/ that are generated from the code: all settings, and the table of recipes.
 
 python launch/docs/tables.py
 """
@@ -39,7 +39,7 @@ def _row(name: str) -> list[str]:
 
 
 def _layers(model: Any) -> str:
-    """Return the layers of encoder and decoder; loops after a cross, layers that a model grows by in brackets."""
+    """Return the layers of encoder and decoder as text, with loops after a cross and grown layers in brackets."""
     if hasattr(model, "source"):  # BERTs
         coordinator = f" + {model.coordinator_layers}" if getattr(model, "decoder", "") == "coordinator" else ""
         decoder = model.target.layers // 2 if getattr(model, "decoder", "") == "serial" else model.target.layers
@@ -53,7 +53,7 @@ def _layers(model: Any) -> str:
 
 
 def with_table(page: str) -> str:
-    """Return a page with its table of recipes written anew."""
+    """Return a page with an updated table of recipes."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{recipe_table()}\n{END}{after}"

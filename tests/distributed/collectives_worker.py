@@ -1,4 +1,4 @@
-"""One of several ranks that talk to one another; asserts what each hears."""
+"""One of several ranks, which asserts the results of all collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
 
 def fail(who: set[int], error: Exception, status: int, world: World) -> None:
-    """Some ranks fail, and all stop with the same status."""
+    """Let some ranks fail, and assert that all stop with the same status."""
     try:
         with fail_together(world):
             if world.rank in who:
@@ -29,7 +29,7 @@ def fail(who: set[int], error: Exception, status: int, world: World) -> None:
     except type(error):
         assert world.ranks == 1
     else:
-        raise AssertionError("it must fail on every rank")
+        raise AssertionError("every rank must fail")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One of two ranks that make an update under several engines and count the bytes of all tensors they then hold.
+"""One of two ranks that make an update under several engines and count the bytes of all tensors afterwards.
 
 Arguments: corpus directory, output file, engines as in tests/parity/engine_worker.py. The output is JSON.
 """
@@ -33,7 +33,7 @@ CONFIG = TransformerConfig(dim=256, ffn_dim=1024, heads=4, encoder_layers=2, dec
 
 
 def held() -> int:
-    """Bytes of all storages that Python can reach."""
+    """Return the bytes of all tensor storages that Python can reach."""
     storages = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor):

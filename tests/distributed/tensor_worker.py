@@ -1,4 +1,4 @@
-"""One of two ranks that share a model: what they hold, draw and compute. The output is JSON."""
+"""One of two tensor-parallel ranks; reports their parameters, dropout masks and losses as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ V = Vocabulary(61)
 
 
 def everyones(x: Tensor) -> list[Tensor]:
-    """What each rank holds of a tensor of one shape."""
+    """Gather a tensor that has the same shape on all ranks."""
     found = [torch.empty_like(x) for _ in range(2)]
     dist.all_gather(found, x.contiguous())
     return found
@@ -60,7 +60,7 @@ def training(directory: Path, world: World) -> dict[str, Any]:
     engine = build_engine(
         resolve_engine(EngineConfig(name="plain", device="cpu"), 0.5, world), module, optimizer, world, dummy
     )
-    # What dropout dropped: inside a sliced sub-layer, of its half of the inner units, and between sub-layers.
+    # Equality of dropout masks across ranks, inside a sliced sub-layer and between sub-layers.
     drawn: dict[str, list[bool]] = {"inside": [], "between": []}
     mask_of = torch_ops._mask
 
@@ -93,7 +93,7 @@ def training(directory: Path, world: World) -> dict[str, Any]:
 
 
 def sliced_cross_entropy(world: World) -> dict[str, Any]:
-    """Loss and gradients of the sliced projection against the reference that sees everything, in float64."""
+    """Return errors of loss and gradients of the sliced projection against the unsliced reference, in float64."""
     found = {}
     for states_count in (1, 2):
         torch.manual_seed(5)

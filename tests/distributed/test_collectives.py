@@ -1,4 +1,4 @@
-"""Ranks hear the same from one another."""
+"""Collectives, agreement on errors, and joining a world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import ROOT, run_ranks
 def test_collectives(ranks: int, tmp_path: Path) -> None:
     outputs = run_ranks([str(ROOT / "tests/distributed/collectives_worker.py")], ranks, tmp_path, timeout=60)
     if ranks == 1:
-        return  # raises, and leaves it to the command line to say so
+        return  # the error propagates to the command line, which reports it
     who_said = {
         what: [rank for rank, output in enumerate(outputs) if what in output]
         for what in ("error: only rank 0", "error: only the last rank", "stopped: all alike")
@@ -24,7 +24,7 @@ def test_collectives(ranks: int, tmp_path: Path) -> None:
     assert list(who_said.values()) == [[0], [ranks - 1], [0]]
 
 
-def test_ranks_that_cannot_meet_are_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rendezvous_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -33,7 +33,7 @@ def test_ranks_that_cannot_meet_are_told_what_is_missing(monkeypatch: pytest.Mon
         join_world("cpu")
 
 
-def test_slurm_may_show_each_task_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_may_show_each_task_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
     with pytest.raises(ConfigError, match="local rank 3 needs a GPU of its own, but sees 1"):

@@ -1,4 +1,4 @@
-"""What the planner says that an engine keeps for each parameter, against what it keeps."""
+"""The planned bytes of each parameter under an engine, compared with the allocated bytes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_weights_and_optimizer_are_held_as_planned(report: dict[str, Any], name: str) -> None:
+def test_weights_and_optimizer_take_the_planned_bytes(report: dict[str, Any], name: str) -> None:
     held, planned, trained = (report[name][key] for key in ("held", "planned", "trained"))
     expected = planned["weights"] + planned["optimizer"]
-    if name.startswith("zero3"):  # which keeps its gradients, and the bucket that they pass through
+    if name.startswith("zero3"):  # ZeRO-3 keeps the gradients and the bucket that reduces them
         width = 2 if ":" in name else 4
         expected += planned["gradients"] + width * 50_000_000
     assert held == pytest.approx(expected, rel=0.1)

@@ -1,4 +1,4 @@
-"""Ranks that share a model: slices, masks, and the cross-entropy of which nobody holds all logits."""
+"""Tensor parallelism: slices of weights, dropout masks, and cross-entropy over a sliced vocabulary."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_masks_between_sublayers_are_common_and_inside_them_not(report: dict[str, Any]) -> None:
+def test_masks_are_equal_between_sublayers_and_differ_inside_them(report: dict[str, Any]) -> None:
     drawn = report["training"]["drawn"]
     assert len(drawn["between"]) > 10 and all(drawn["between"])
     assert len(drawn["inside"]) > 3 and not any(drawn["inside"])
 
 
-def test_what_every_rank_holds_stays_equal_to_the_bit(report: dict[str, Any]) -> None:
+def test_replicated_weights_stay_equal_to_the_bit(report: dict[str, Any]) -> None:
     training = report["training"]
     assert training["loss_equal"] and training["common_equal"]
     assert all("norm" in name or name.endswith(("out_proj.bias", "down_proj.bias")) for name in training["common"])
 
 
-def test_matrices_are_held_in_slices_by_their_own_names(report: dict[str, Any]) -> None:
+def test_sliced_matrices_keep_their_names(report: dict[str, Any]) -> None:
     training = report["training"]
     assert training["names_kept"]
     assert {round(share, 1) for share in training["held"].values()} == {0.5}
 
 
 @pytest.mark.parametrize("states", ["1", "2"])
-def test_cross_entropy_is_that_of_all_logits(report: dict[str, Any], states: str) -> None:
+def test_sliced_cross_entropy_equals_that_of_all_logits(report: dict[str, Any], states: str) -> None:
     assert max(report["cross_entropy"][states]) < 1e-12
 
 
@@ -61,7 +61,7 @@ def world(tensor_ranks: int) -> World:
         ({"heads": 2, "ffn_dim": 31}, 2, "engine.tensor_parallel must divide the model's ffn_dim, but is 2 with 31"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(changes: dict[str, int], ranks: int, said: str) -> None:
+def test_indivisible_dimensions_are_refused(changes: dict[str, int], ranks: int, said: str) -> None:
     model = build_transformer(TransformerConfig(**{"dim": 32, "ffn_dim": 64, **changes}), Vocabulary(60))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=said):
         parallelize(model, world(ranks))

@@ -1,4 +1,4 @@
-"""Reading the README and the pages of docs/."""
+"""Parsing of the README and the pages of docs/."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', flags=re.M)
-"""A line of a page in whose place the site shows a file."""
+"""A line of a page that the site replaces by a file."""
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of a language."""
+    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
 
 
 def prose(text: str) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as code hosts form them: of the page itself, not of what it includes."""
+    """Return the anchors of a page's headings, as code hosts form them, without those of included files."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", prose(text), flags=re.M):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()

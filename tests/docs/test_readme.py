@@ -29,7 +29,7 @@ SETTING = re.compile(r"[\w.]+=")
 
 
 def statements(block: str) -> Iterator[list[str]]:
-    """The commands of a block of bash, those in $(...) first."""
+    """Yield the commands of a block of bash, those in $(...) first."""
     for line in block.replace("\\\n", " ").splitlines():
         inner = re.findall(r"\$\((.+?)\)", line)
         for text in [*inner, re.sub(r"\$\(.+?\)", "", line)]:
@@ -39,7 +39,7 @@ def statements(block: str) -> Iterator[list[str]]:
 
 
 def program_arguments(words: list[str]) -> list[str] | None:
-    """The arguments of `deepspeed-nmt` that a command line leads to; None if it is another program's."""
+    """Return the arguments of `deepspeed-nmt` in a command line; None if it runs another program."""
     if words[0] == "deepspeed-nmt":
         return words[1:]
     for before, word in itertools.pairwise(words):  # python -m, srun, deepspeed --module, torchrun -m --
@@ -63,8 +63,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_command_is_understood(arguments: list[str]) -> None:
-    """Parse a command line of the pages, and build the configuration that it asks for; nothing runs."""
+def test_command_is_valid(arguments: list[str]) -> None:
+    """A command line of the pages can be parsed, and its configuration can be built. Nothing runs."""
     name, *rest = arguments
     parser = argparse.ArgumentParser()
     importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
@@ -78,7 +78,7 @@ def test_command_is_understood(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_imports_what_there_is(page: Path) -> None:
+def test_imported_names_exist(page: Path) -> None:
     """Blocks of Python compile, and the names that they import from the package exist."""
     for block in blocks(page.read_text(encoding="utf-8"), "python"):
         for node in ast.walk(ast.parse(textwrap.dedent(block))):
@@ -99,7 +99,7 @@ def test_scripts_of_the_pages_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
             continue
@@ -110,20 +110,20 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
 
 
-def test_includes_are_understood_and_exist() -> None:
-    """A formatter that took an include for code would have changed it."""
+def test_includes_are_valid() -> None:
+    """A formatter may have changed an include that it took for code."""
     included = [name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))]
     assert included == ["benchmarks/RESULTS.md"]
     assert all((ROOT / name).is_file() for name in included)
     for page in PAGES:
         text = INCLUDE.sub("", page.read_text(encoding="utf-8"))
-        assert not re.search(r"-+8 *<", text), f"{page.name} has an include that the site does not understand"
+        assert not re.search(r"-+8 *<", text), f"{page.name} has an include that the site does not support"
 
 
-def test_excerpts_are_of_the_files_that_they_name() -> None:
-    """Each block of Python in the page is preceded by a link to a file, which has all lines of the block.
+def test_excerpts_are_in_the_files_that_they_name() -> None:
+    """Each block of Python in the page is preceded by a link to a file that contains all lines of the block.
 
-    `...` stands for what the page leaves out.
+    `...` stands for code that the page leaves out.
     """
     page = ROOT / "docs" / "add-a-method.md"
     before, found = "", 0
@@ -140,8 +140,8 @@ def test_excerpts_are_of_the_files_that_they_name() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_exist(page: Path) -> None:
-    """Paths in code spans are of the repository, or of the package."""
+def test_named_files_exist(page: Path) -> None:
+    """Paths in code spans are relative to the repository or to the package."""
     for name in re.findall(
         r"`([\w.-]+/[\w./-]+\.(?:py|sh|sbatch|md|txt|yaml|json|toml))`", prose(page.read_text("utf-8"))
     ):
@@ -165,7 +165,7 @@ def test_every_recipe_and_sweep_is_documented() -> None:
 
 
 def test_every_tag_is_documented() -> None:
-    """Tags are string literals of the program; what varies ends in a name of its own."""
+    """Tags are string literals of the program, except those that a regularizer or a layer number completes."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `([a-z]+/[\w/]+)`", page, flags=re.M))
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "deepspeed_nmt").rglob("*.py"))
@@ -176,13 +176,13 @@ def test_every_tag_is_documented() -> None:
     assert documented - used - varying - {"train/loss", "train/nll", "train/ppl"} == set()
 
 
-def test_the_diagram_of_the_readme_is_that_of_the_architecture() -> None:
+def test_the_readme_has_the_diagram_of_the_architecture() -> None:
     architecture = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")
     assert blocks(README.read_text(encoding="utf-8"), "mermaid") == architecture[:1]
 
 
 def test_the_diagram_of_packages_has_the_allowed_imports() -> None:
-    """An arrow leads from a package to one that it may import; arrows that follow from others are left out."""
+    """An arrow leads from a package to one that it may import; arrows implied by others are left out."""
     diagram = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "mermaid")[1]
     arrows = [
         pair
@@ -196,7 +196,7 @@ def test_the_diagram_of_packages_has_the_allowed_imports() -> None:
 
 
 def options(name: str) -> dict[str, set[str]]:
-    """The long options of a command, or of each of its kinds."""
+    """Return the long options of a command, or of each of its subcommands."""
     parser = argparse.ArgumentParser(add_help=False)
     importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
     kinds = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
@@ -209,7 +209,7 @@ def options(name: str) -> dict[str, set[str]]:
 
 
 def test_every_option_is_documented() -> None:
-    """The section of a command in docs/commands.md names all its options, and no others."""
+    """The section of a command in docs/commands.md names exactly its options."""
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## `([a-z -]+)`\n(.*?)(?=^## |\Z)", page, flags=re.M | re.S)
     named = {name: set(re.findall(r"--[a-z][a-z-]*", prose(text))) for name, text in sections}

@@ -25,11 +25,11 @@ SITE = ROOT / "site"
 LOADING = {"src", "srcset", "data", "poster"}
 LOADING_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "modulepreload", "manifest"}
 SCRIPTED = {"mermaid", "glightbox"}
-"""The theme's script loads a library from elsewhere for elements of these classes."""
+"""Classes of elements for which the theme's script loads a library from another host."""
 
 
 class Loads(HTMLParser):
-    """Collects the addresses that a browser fetches when it shows a page."""
+    """Collector of the addresses that a browser fetches when it shows a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Loads(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Look at an element."""
+        """Collect the addresses in the attributes of an element."""
         given = {name: value or "" for name, value in attrs}
         self._in_style = tag == "style"
         self.found += [value for name, value in given.items() if name in LOADING]
@@ -48,24 +48,24 @@ class Loads(HTMLParser):
         self.found += [f"https://script-for-{name}" for name in SCRIPTED & set(given.get("class", "").split())]
 
     def handle_data(self, data: str) -> None:
-        """Look at the text of an element."""
+        """Collect the addresses in the text of an element."""
         if self._in_style:
             self.found += styled(data)
 
 
 def styled(css: str) -> list[str]:
-    """The addresses that a style sheet loads."""
+    """Return the addresses that a style sheet loads."""
     return re.findall(r"""(?:url\(|@import )\s*["']?([^"')]+)""", css)
 
 
 def foreign(addresses: list[str]) -> list[str]:
-    """Those of other hosts."""
+    """Return the addresses of other hosts."""
     return [address for address in addresses if re.match(r"(https?:)?//", address)]
 
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """The site, built by the script that its readers use."""
+    """The site, built by launch/docs.sh."""
     done = subprocess.run(
         [ROOT / "launch" / "docs.sh"],
         env={**os.environ, "VENV": sys.prefix, "SKIP_INSTALL": "1", "NO_COLOR": "1"},
@@ -79,7 +79,7 @@ def site() -> Path:
 
 
 def pins(lock: str) -> dict[str, str]:
-    """The versions that a lock installs under this Python."""
+    """Return the versions that a lock installs under this Python."""
     lines = (ROOT / "requirements" / f"{lock}.txt").read_text(encoding="utf-8").splitlines()
     found = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
@@ -90,7 +90,7 @@ def pins(lock: str) -> dict[str, str]:
 
 
 def test_lock_is_complete() -> None:
-    """What the site needs is in one of the locks, in a version that fits."""
+    """The requirements of the site are pinned by one of the locks, in versions that satisfy them."""
     locked = {**pins("common"), **pins("test"), **pins("docs")}
     for name in pins("docs"):
         for text in metadata.requires(name) or []:
@@ -100,7 +100,7 @@ def test_lock_is_complete() -> None:
                 assert version != "none" and needed.specifier.contains(version), f"{name} needs {needed}"
 
 
-def test_every_page_is_there(site: Path) -> None:
+def test_every_page_is_built(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file(), page
 
@@ -114,8 +114,8 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
         assert foreign(styled(sheet.read_text(encoding="utf-8"))) == [], sheet
 
 
-def test_links_between_pages_lead_somewhere(site: Path) -> None:
-    """Links out of docs/ were replaced; all others lead to a file, and to an element of it."""
+def test_links_between_pages_are_valid(site: Path) -> None:
+    """Links out of docs/ are replaced. All others lead to an existing file and to an element in it."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     names = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
     for page, text in pages.items():
@@ -129,7 +129,7 @@ def test_links_between_pages_lead_somewhere(site: Path) -> None:
             assert not anchor or target not in names or anchor in names[target], f"{page}: {link}"
 
 
-def test_the_check_sees_what_a_page_loads() -> None:
+def test_the_check_finds_addresses_that_a_page_loads() -> None:
     page = """<link rel="stylesheet" href="https://a/x.css"><script src="//b/x.js"></script><img src="own.png">
         <style>@import "https://c/x.css"; p { background: url(https://d/x.png) }</style><a href="https://e/">link</a>
         <pre class="mermaid">flowchart LR</pre>"""
@@ -158,7 +158,7 @@ def test_the_api_is_generated(site: Path) -> None:
         ("math", r"\begin{aligned} a &= b \end{aligned}"),
     ],
 )
-def test_a_block_that_is_not_understood_is_refused(fence: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_block_is_refused(fence: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
     fences = importlib.import_module("fences")
     with pytest.raises(fences.SuperFencesException, match="must"):

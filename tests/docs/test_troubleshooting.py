@@ -14,7 +14,7 @@ VARIES = "\0"
 
 
 def texts(node: ast.AST) -> Iterator[str]:
-    """Every string in a syntax tree; the parts of an f-string that vary are ``VARIES``."""
+    """Yield every string in a syntax tree, with ``VARIES`` for the replacement fields of f-strings and formats."""
     if isinstance(node, ast.JoinedStr):
         yield "".join(str(part.value) if isinstance(part, ast.Constant) else VARIES for part in node.values)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -24,7 +24,7 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 
 def messages() -> list[str]:
-    """The first cells of the page's tables."""
+    """Return the first cells of the page's tables."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     cells = [line.split(" | ")[0].removeprefix("| ").strip() for line in page.splitlines() if line.startswith("| `")]
     assert len(cells) > 50
@@ -33,7 +33,7 @@ def messages() -> list[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> list[str]:
-    """All strings of the package, and the scripts."""
+    """All strings of the package, and the texts of the launch scripts."""
     found = [
         text
         for path in (ROOT / "deepspeed_nmt").rglob("*.py")
@@ -43,7 +43,7 @@ def sources() -> list[str]:
 
 
 def occurs(parts: list[str], text: str) -> bool:
-    """True if the parts stand in ``text`` one after the other."""
+    """Return True if ``text`` contains the parts in this order."""
     start = 0
     for part in parts:
         start = text.find(part, start)
@@ -54,6 +54,6 @@ def occurs(parts: list[str], text: str) -> bool:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_message_is_the_programs(message: str, sources: list[str]) -> None:
+def test_message_is_one_of_the_program(message: str, sources: list[str]) -> None:
     parts = [part.strip() for part in message.split("...") if part.strip()]
-    assert any(occurs(parts, text) for text in sources), f"no message of the program looks like: {message}"
+    assert any(occurs(parts, text) for text in sources), f"no message of the program matches: {message}"

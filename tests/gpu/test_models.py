@@ -1,4 +1,4 @@
-"""What only a GPU can show. `tests/kernels` runs there as well, with the kernels compiled instead of interpreted."""
+"""Tests that need a GPU. `tests/kernels` also runs there, with the kernels compiled instead of interpreted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _full_precision() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", backends.OPERATIONS)
-def test_what_is_chosen_here_works_here(operation: str, dtype: torch.dtype) -> None:
+def test_the_chosen_backend_is_correct_on_this_gpu(operation: str, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no bf16")
@@ -36,7 +36,7 @@ def test_what_is_chosen_here_works_here(operation: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("method", methods())
-def test_a_gpu_trains_as_a_cpu_does(method: str, tmp_path: Path) -> None:
+def test_losses_on_a_gpu_equal_those_on_a_cpu(method: str, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     curves = {}
     ways: list[tuple[str, str, AttentionChoice]] = [
@@ -54,7 +54,7 @@ def test_a_gpu_trains_as_a_cpu_does(method: str, tmp_path: Path) -> None:
         assert curve == pytest.approx(curves["cpu", "torch", "sdpa"], abs=1e-5, rel=0)
 
 
-def test_a_query_that_sees_nothing_gets_zeros_from_every_kernel() -> None:
+def test_a_fully_masked_query_gets_zeros_from_every_kernel() -> None:
     mask = torch.zeros(2, 1, 1, 32, dtype=torch.bool, device="cuda")
     mask[0] = True
     for dtype in (torch.float32, torch.float16):

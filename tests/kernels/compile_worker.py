@@ -1,4 +1,4 @@
-"""Compile every kernel ahead of time, for GPUs that are not here, and print what came out as JSON lines.
+"""Compile every kernel ahead of time, for GPUs that this machine lacks, and describe the code in JSON lines.
 
 Run in a process of its own: Triton's interpreter must be off when the kernels are defined.
 """
@@ -27,7 +27,7 @@ FLAGS = (True, False)
 
 
 def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """Kernels, their constants, and warps: those that a model uses, and the widest."""
+    """Yield kernels with constants and numbers of warps: those that a model uses, and the widest."""
     for dropout, activation in itertools.product(FLAGS, (0, 1, 2)):
         point = {"HAS_BIAS": True, "HAS_RESIDUAL": activation == 0, "DROPOUT": dropout, "ACTIVATION": activation}
         for kernel in (kernels.pointwise_forward, kernels.pointwise_backward):
@@ -58,7 +58,7 @@ NUMBERS = {"alpha", "p", "eps", "scale", "on_target", "on_all", "pull"}
 
 
 def kind(name: str, narrow: str) -> str:
-    """A parameter's type, as Triton writes it."""
+    """Return a parameter's type in Triton's notation."""
     if name in INTEGERS:
         return "i32"
     if name in NUMBERS:
@@ -71,7 +71,7 @@ def kind(name: str, narrow: str) -> str:
 
 
 def spilled(code: str, capability: int) -> int:
-    """Bytes of registers that NVIDIA's assembler, which comes with Triton, had to put into memory."""
+    """Return the bytes of spilled registers, as reported by NVIDIA's assembler, which Triton contains."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Kernels are tested on the GPU if there is one, else on the CPU, Triton's by its interpreter."""
+"""Fixtures of the kernel tests. They run on the GPU if there is one, otherwise on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts with nothing chosen by the environment."""
+    """Remove choices of kernels from the environment."""
     monkeypatch.delenv(ENVIRONMENT, raising=False)

@@ -1,4 +1,4 @@
-"""What is asked of apex, whose compiled parts are pretended: the arguments are those of its own Python wrappers."""
+"""Calls of apex, with fakes for its compiled modules that check the arguments as apex's own wrappers pass them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_nmt.kernels import apex_ops, torch_ops
 
 
 def rows_per_block(keys: int) -> int:
-    """As apex's headers compute it: 128 threads a block, a warp or a part of one for each row, or two short ones."""
+    """Compute the rows of a block as apex does: 128 threads, at most one warp for each row or for two short rows."""
     width = 1
     while width < keys:
         width *= 2
@@ -21,7 +21,7 @@ def rows_per_block(keys: int) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     def norm(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
         assert shape == (x.shape[-1],)
         return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
@@ -39,7 +39,7 @@ def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(gradient: Tensor, weights: Tensor, scale: float) -> Tensor:
         inner = (gradient * weights).sum(-1, keepdim=True)
-        return gradient.sub_(inner).mul_(weights).mul_(scale)  # in place, as the real one
+        return gradient.sub_(inner).mul_(weights).mul_(scale)  # in place, like apex
 
     parts = {
         "apex": {},
@@ -74,8 +74,8 @@ def test_softmax_and_its_gradient(causal: bool, masked: bool) -> None:
     before = upstream.clone()
     one, other = (torch.autograd.grad(each, scores, upstream)[0] for each in (ours, theirs))
     torch.testing.assert_close(one, other, rtol=5e-3, atol=2e-3)
-    assert torch.equal(upstream, before), "apex writes over what it is given"
-    assert type(ours.grad_fn).__name__ != type(theirs.grad_fn).__name__, "it was apex's"
+    assert torch.equal(upstream, before), "apex overwrites its input"
+    assert type(ours.grad_fn).__name__ != type(theirs.grad_fn).__name__, "apex computed it"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_softmax_and_its_gradient(causal: bool, masked: bool) -> None:
         (torch.float16, 4, False, True),
     ],
 )
-def test_what_apex_cannot_do_is_left_to_torch(
+def test_unsupported_softmaxes_fall_back_to_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, keys: int, causal: bool, per_head: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "scaled_masked_softmax_cuda", None)

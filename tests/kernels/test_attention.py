@@ -1,4 +1,4 @@
-"""Attention in all its ways against a transcription in float64.
+"""All implementations of attention against the formula in float64.
 
 Legend: B sentences, H heads, T queries, S keys, K head width.
 """
@@ -17,7 +17,7 @@ from deepspeed_nmt.kernels.choice import Kernels
 WAYS: list[AttentionChoice] = ["sdpa", "fused", "auto"]
 
 
-def transcription(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     scores = q.double() @ k.double().transpose(-1, -2) / q.shape[-1] ** 0.5
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -26,27 +26,27 @@ def transcription(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: 
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v.double()
 
 
-@pytest.mark.parametrize("masked", ["none", "padding", "causal", "per query", "blind"])
+@pytest.mark.parametrize("masked", ["none", "padding", "causal", "per query", "all masked"])
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_formula(way: AttentionChoice, masked: str, device: torch.device) -> None:
     torch.manual_seed(1)
     keys = 6 if masked == "causal" else 9
     q, k, v = (torch.randn(2, 3, n, 8, device=device, requires_grad=True) for n in (6, keys, keys))
     mask = None
-    if masked in ("padding", "blind"):
+    if masked in ("padding", "all masked"):
         mask = torch.arange(keys, device=device) < torch.tensor([[9], [4]], device=device)
-        if masked == "blind":
+        if masked == "all masked":
             mask[1] = False
         mask = mask[:, None, None, :]
     elif masked == "per query":
         mask = torch.rand(2, 1, 6, keys, device=device) < 0.7
         mask[..., 0] = True
     ours = Kernels(attention=way).attention(q, k, v, mask, masked == "causal")
-    expected = transcription(q, k, v, mask, masked == "causal")
+    expected = formula(q, k, v, mask, masked == "causal")
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = torch.randn_like(ours)
     gradients = torch.autograd.grad(ours, (q, k, v), upstream)
-    if masked == "blind":  # the formula has no gradient there
+    if masked == "all masked":  # the formula has no gradient for a fully masked query
         assert all(bool(torch.isfinite(g).all()) for g in gradients)
         assert not gradients[0][1].any() and not gradients[2][1].any()
         return
@@ -54,7 +54,7 @@ def test_equals_the_formula(way: AttentionChoice, masked: str, device: torch.dev
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_given_before_dropout(device: torch.device) -> None:
+def test_weights_are_returned_before_dropout(device: torch.device) -> None:
     torch.manual_seed(2)
     q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in range(3))
     out, weights = attention_with_weights(q, k, v, None, False, 0.5, softmax=Kernels().softmax)
@@ -71,7 +71,7 @@ def test_dropout_keeps_the_mean(way: AttentionChoice, device: torch.device) -> N
     assert float(out.std()) == pytest.approx((0.3 / 0.7 / 32) ** 0.5, rel=0.05)
 
 
-def test_auto_takes_sdpa_where_it_has_a_kernel_that_holds_no_weights(
+def test_auto_uses_sdpa_if_it_has_a_kernel_that_stores_no_weights(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     taken: list[str] = []
@@ -85,13 +85,13 @@ def test_auto_takes_sdpa_where_it_has_a_kernel_that_holds_no_weights(
     assert taken == ["sdpa"]
     if device.type == "cpu":
         kernels.attention(q, q, q, causal=True, dropout_p=0.1)
-        assert taken == ["sdpa"], "on a CPU it is three steps with slow masks"
+        assert taken == ["sdpa"], "on a CPU SDPA with dropout has slow masks"
     cuda = torch.backends.cuda
     for name in ("can_use_flash_attention", "can_use_efficient_attention", "can_use_cudnn_attention"):
         monkeypatch.setattr(cuda, name, lambda *arguments: False)
     monkeypatch.setattr(cuda, "SDPAParams", lambda *arguments: arguments)
-    pretended = mock.Mock(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 5, 3), requires_grad=True)
-    assert not kernels._takes_sdpa(pretended, pretended, pretended, None, False, 0.0)
+    fake = mock.Mock(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 2, 5, 3), requires_grad=True)
+    assert not kernels._takes_sdpa(fake, fake, fake, None, False, 0.0)
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda *arguments: True)
-    assert not kernels._takes_sdpa(pretended, pretended, pretended, None, False, 0.0), "asked once"
-    assert Kernels()._takes_sdpa(pretended, pretended, pretended, None, False, 0.0)
+    assert not kernels._takes_sdpa(fake, fake, fake, None, False, 0.0), "the answer is cached"
+    assert Kernels()._takes_sdpa(fake, fake, fake, None, False, 0.0)

@@ -1,4 +1,4 @@
-"""The choice of backends, with GPUs and packages that are not there."""
+"""The choice of backends, with fake GPUs and packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A function that makes this a machine with a GPU of some capability and some packages."""
+    """A function that fakes a machine with a GPU of some capability and some packages."""
 
     def make(capability: tuple[int, int], packages: set[str], works: bool | str = True) -> None:
         find = importlib.util.find_spec
@@ -45,7 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             lambda name, *rest: (object() if name in packages else None) if name in ours else find(name, *rest),
         )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
         failure = None if works is True else str(works)
         monkeypatch.setattr(backends, "failure", lambda *arguments: failure)
 
@@ -64,31 +64,33 @@ def test_without_triton_and_apex_everything_is_torch(machine: Machine) -> None:
     assert set(chosen().values()) == {"torch"}
 
 
-def test_an_unmeasured_gpu_gets_what_is_expected(machine: Machine) -> None:
+def test_an_unmeasured_gpu_gets_the_expected_backends(machine: Machine) -> None:
     machine((7, 0), {"triton"})
     assert chosen() == EXPECTED
 
 
-def test_a_measured_gpu_gets_what_was_fastest(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_gpu_gets_the_fastest_backends(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine((8, 6), {"triton"})
     fastest = dict.fromkeys(OPERATIONS, "torch") | {"softmax": "triton"}
     monkeypatch.setitem(backends.MEASURED, (8, 6), {torch.float16: fastest})
     assert chosen() == fastest
-    assert chosen(dtype=torch.bfloat16) == EXPECTED, "that was not measured"
+    assert chosen(dtype=torch.bfloat16) == EXPECTED, "this type was not measured"
     machine((8, 0), {"triton"})
     assert chosen() == EXPECTED
 
 
 def test_apex_counts_only_with_its_compiled_parts(machine: Machine) -> None:
     machine((7, 0), {"apex"})
-    assert set(chosen().values()) == {"torch"}, "the package of that name on PyPI is another one"
+    assert set(chosen().values()) == {"torch"}, "PyPI has another package called apex"
     machine((7, 0), {"apex", *APEX})
     assert {name for name, how in chosen().items() if how == "apex"} == {"layer_norm", "softmax"}
     machine((7, 0), {"triton", "fused_layer_norm_cuda"})
     assert chosen()["layer_norm"] == "apex" and chosen()["softmax"] == "triton"
 
 
-def test_what_fails_its_trial_gives_way_to_torch(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backend_that_fails_its_trial_falls_back_to_torch(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     machine((9, 0), {"triton"}, works="triton fails on it (RuntimeError: Failed to find C compiler)")
     with caplog.at_level(logging.WARNING, logger="deepspeed_nmt"):
         assert set(chosen().values()) == {"torch"}
@@ -96,7 +98,7 @@ def test_what_fails_its_trial_gives_way_to_torch(machine: Machine, caplog: pytes
 
 
 def test_the_trial_finds_errors_and_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
     load = backends.load
 
     def with_triton(function: Callable[..., Any]) -> None:
@@ -109,7 +111,7 @@ def test_the_trial_finds_errors_and_wrong_numbers(monkeypatch: pytest.MonkeyPatc
 
     asked = ("layer_norm", "triton", CPU, torch.float32)
     with_triton(broken)
-    assert backends.failure(*asked) == "triton fails on Pretended GPU (RuntimeError: no compiler)"
+    assert backends.failure(*asked) == "triton fails on Fake GPU (RuntimeError: no compiler)"
     with_triton(lambda *arguments: torch_ops.layer_norm(*arguments) * 1.1)
     assert "triton is wrong by" in (backends.failure(*asked) or "")
     with_triton(lambda *arguments: torch_ops.layer_norm(*arguments) * float("nan"))
@@ -127,7 +129,7 @@ def test_the_environment_overrides_the_configuration(machine: Machine, monkeypat
     assert {name for name, how in found.items() if how == "triton"} == {"softmax", "layer_norm"}
 
 
-def test_what_was_asked_for_and_cannot_be_had_is_an_error(machine: Machine) -> None:
+def test_an_unavailable_backend_in_the_settings_is_an_error(machine: Machine) -> None:
     machine((8, 0), set())
     with pytest.raises(ConfigError, match="but triton is not installed; use softmax=torch"):
         chosen(Kernels("softmax=triton"))
@@ -147,8 +149,8 @@ def test_a_cpu_and_fp64_get_torch(machine: Machine, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference", "autocast", "checkpoint"])
-def test_a_trial_is_not_disturbed_by_where_it_is_made(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
+def test_a_trial_works_in_any_mode_of_autograd(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Fake GPU")
     load = backends.load
     monkeypatch.setattr(backends, "load", lambda operation, name: load(operation, "torch"))
     found: list[str | None] = []
@@ -170,7 +172,7 @@ def test_a_trial_is_not_disturbed_by_where_it_is_made(monkeypatch: pytest.Monkey
     assert found and set(found) == {None}
 
 
-def test_planning_leaves_the_choices_for_real_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_does_not_change_the_choices_for_real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     load = backends.load
     monkeypatch.setattr(backends, "load", lambda *a: loaded.append(a[0]) or load(*a))
@@ -181,13 +183,13 @@ def test_planning_leaves_the_choices_for_real_devices_alone(monkeypatch: pytest.
     assert loaded == [*OPERATIONS, *OPERATIONS]
 
 
-def test_one_backend_alone_wins_over_all_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_only_overrides_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "triton")
     assert set(chosen(Kernels.only("torch"), CPU).values()) == {"torch"}
 
 
 @pytest.mark.parametrize("variable", ["auto", "triton", "softmax=triton"])
-def test_falling_back_to_torch_wins_over_all_that_is_asked_for(
+def test_fall_back_to_torch_overrides_all_settings(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     machine((8, 0), {"triton"})
@@ -199,7 +201,9 @@ def test_falling_back_to_torch_wins_over_all_that_is_asked_for(
     assert chosen(derived.planned_for((8, 0)), META) == expected
 
 
-def test_automatic_in_the_environment_wins_too(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_in_the_environment_overrides_the_configuration(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine((8, 0), {"triton"})
     kernels = Kernels("torch")
     monkeypatch.setenv(ENVIRONMENT, "auto")
@@ -208,7 +212,7 @@ def test_automatic_in_the_environment_wins_too(machine: Machine, monkeypatch: py
     assert chosen(kernels)["softmax"] == "triton" and chosen(kernels)["cross_entropy"] == "torch"
 
 
-def test_a_plan_with_kernels_that_are_not_installed_says_so(
+def test_a_plan_with_kernels_that_are_not_installed_is_refused(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine((8, 0), set())
@@ -221,7 +225,9 @@ def test_a_plan_with_kernels_that_are_not_installed_says_so(
     assert main([*words, "engine.kernels=tritn"]) == 2
     assert "engine.kernels: it must be auto, one of torch, triton, apex" in capsys.readouterr().err
     machine((8, 0), {"apex", *APEX})
-    assert main([*words, "model.decoder_layers=1"]) == 0, "apex knows no meta device: its tensors are like torch's"
+    assert main([*words, "model.decoder_layers=1"]) == 0, (
+        "apex lacks the meta device; its tensors are counted as torch's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,16 +239,16 @@ def test_a_plan_with_kernels_that_are_not_installed_says_so(
         ("cross_entropy=apex", "cross_entropy must be auto, torch or triton, but is 'apex'"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_refused(setting: str, message: str) -> None:
+def test_an_invalid_setting_is_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Kernels(setting)
 
 
-def test_the_choices_are_told_in_one_line(machine: Machine) -> None:
+def test_the_choices_are_described_in_one_line(machine: Machine) -> None:
     assert Kernels().describe(CPU, torch.float32) == "torch"
     if backends.interpreting():
-        told = Kernels("softmax=triton").describe(CPU, torch.float32)
-        assert told.startswith("layer_norm torch, ") and "softmax triton" in told
+        described = Kernels("softmax=triton").describe(CPU, torch.float32)
+        assert described.startswith("layer_norm torch, ") and "softmax triton" in described
 
 
 def test_a_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +269,11 @@ def test_a_plan_for_a_gpu_counts_its_kernels(machine: Machine, capsys: pytest.Ca
         pytest.skip("needs triton")
     assert main([*words, "engine.kernels=triton"]) == 0
     activations = [json.loads(each)["as_set"]["bytes"]["activations"] for each in (plain, capsys.readouterr().out)]
-    assert activations[1] < 0.95 * activations[0], "masks are drawn again, not kept"
+    assert activations[1] < 0.95 * activations[0], "Triton draws masks again instead of storing them"
 
 
 def model_and_loss(kernels: Kernels, device: torch.device) -> tuple[TranslationModel, Callable[[], torch.Tensor]]:
-    """A small model with its kernels, and a function that trains it on a batch and returns its loss."""
+    """Return a small model with these kernels, and a function that trains it on a batch and returns its loss."""
     config = settings_of("growing")
     with device:
         model, objective = build_model(config, VOCABULARY), build_objective(config, VOCABULARY)
@@ -293,7 +299,7 @@ def model_and_loss(kernels: Kernels, device: torch.device) -> tuple[TranslationM
 
 
 def test_models_with_different_kernels_train_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch on a CPU, Triton on a CPU (by its interpreter), and Triton counted for a GPU, in turns."""
+    """The models use torch on a CPU, Triton's interpreter, and Triton planned for a GPU, in turns."""
     if importlib.util.find_spec("triton") is None or not backends.interpreting():
         pytest.skip("needs Triton's interpreter")
     kinds = {

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for GPUs that are not here. This proves compilation, neither numbers nor speed."""
+"""Kernels compiled ahead of time for GPUs that this machine lacks. Tests neither results nor speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What came out of each kernel, for each capability."""
+    """Properties of the compiled code of each kernel, for each capability."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, str(ROOT / "tests/kernels/compile_worker.py")]
@@ -44,6 +44,6 @@ def test_no_registers_are_spilled(compiled: list[dict[str, Any]]) -> None:
     assert [row for row in compiled if row["spilled_bytes"]] == []
 
 
-def test_no_tensor_core_or_asynchronous_copy_is_asked_of_a_v100(compiled: list[dict[str, Any]]) -> None:
-    assert not [row for row in compiled if row["mma"]], "nothing here is a matrix product"
+def test_code_for_a_v100_uses_neither_tensor_cores_nor_asynchronous_copies(compiled: list[dict[str, Any]]) -> None:
+    assert not [row for row in compiled if row["mma"]], "no kernel is a matrix product"
     assert not [row for row in compiled if row["capability"] == 70 and row["async"]]

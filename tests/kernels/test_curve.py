@@ -1,4 +1,4 @@
-"""Models train alike whatever carries out their operations. Triton runs on a GPU, or in its interpreter."""
+"""Models train equally with all backends. Triton runs on a GPU or in its interpreter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ UPDATES = 3
 def curve(
     directory: Path, device: torch.device, method: str, kernels: Kernels, **options: float
 ) -> tuple[list[float], list[ParameterState]]:
-    """Losses and weights of a few small updates; the interpreter pays for every row of logits.
+    """Return losses and weights of a few updates, which are small because the interpreter is slow.
 
-    Options: dropout, recompute for recomputation of every k-th layer, and the number of updates.
+    Options: dropout, recompute (k to recompute every k-th layer), and updates.
     """
     world = World(0, 1, 0, device)
     engine = build(method, "plain", world, directory, dropout=options.get("dropout", 0.0), kernels=kernels)

@@ -1,4 +1,4 @@
-"""The plain torch operations against transcriptions in float64, and their gradients against finite differences."""
+"""The plain torch operations against their formulas in float64, and their gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed_nmt.kernels import torch_ops
 from deepspeed_nmt.kernels.choice import DEFAULT
 
 
-def test_bias_dropout_add_and_the_norm_of_it() -> None:
+def test_bias_dropout_add_with_and_without_norm() -> None:
     torch.manual_seed(1)
     x, residual = (torch.randn(4, 6, dtype=torch.float64) for _ in range(2))
     bias, weight, shift = (torch.randn(6, dtype=torch.float64) for _ in range(3))
@@ -49,7 +49,7 @@ def test_gradients(p: float) -> None:
         assert torch.autograd.gradcheck(function, inputs)
 
 
-def test_a_relu_with_dropout_keeps_its_result_alone() -> None:
+def test_a_relu_with_dropout_saves_only_its_result() -> None:
     kept: list[torch.Tensor] = []
     x = torch.randn(64, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -58,7 +58,7 @@ def test_a_relu_with_dropout_keeps_its_result_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_masks_are_as_good(dtype: torch.dtype) -> None:
+def test_sixteen_bit_masks_have_the_right_rate(dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     y = torch_ops.dropout(torch.ones(100_000, dtype=dtype), 0.1)
     assert float((y == 0).double().mean()) == pytest.approx(0.1, abs=0.004)
@@ -67,7 +67,7 @@ def test_sixteen_bit_masks_are_as_good(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("score", [-4000.0, -40.0, 0.0, 4000.0])
-def test_a_query_that_sees_nothing_gets_zeros_whatever_its_scores(dtype: torch.dtype, score: float) -> None:
+def test_a_fully_masked_query_gets_zeros(dtype: torch.dtype, score: float) -> None:
     scores = torch.full((2, 1, 2, 4), score, dtype=dtype, requires_grad=True)
     mask = torch.tensor([True, True, True, False])[None, None, None, :].repeat(2, 1, 1, 1)
     mask[1] = False

@@ -1,4 +1,4 @@
-"""Triton's kernels against the references: on a GPU, or by Triton's interpreter, which knows no bf16.
+"""Triton's kernels against the references, on a GPU or in Triton's interpreter, which lacks bf16.
 
 Legend: N rows, D width, B batch, H heads, T queries, S keys, V vocabulary.
 """
@@ -24,13 +24,13 @@ ERROR = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_results_and_gradients_are_the_references(operation: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_results_and_gradients_equal_the_references(operation: str, dtype: torch.dtype, device: torch.device) -> None:
     ours, theirs = getattr(triton_ops, operation), getattr(torch_ops, operation)
     assert trial.compare(operation, ours, theirs, device, dtype) < ERROR[dtype]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_comparison_sees_a_small_mistake(operation: str, device: torch.device) -> None:
+def test_the_comparison_finds_a_small_error(operation: str, device: torch.device) -> None:
     theirs = getattr(torch_ops, operation)
 
     def wrong(*arguments: Any) -> Any:
@@ -62,7 +62,7 @@ def test_any_number_of_rows_of_any_width(rows: int, width: int, device: torch.de
 
 
 def test_statistics_are_in_fp32(device: torch.device) -> None:
-    """In fp16 the squares of these would be infinite, and their sum is beyond fp16 too."""
+    """The squares and the sum of these inputs overflow in fp16."""
     x = (torch.randn(3, 1024, device=device) * 300 + 500).half()
     weight, bias = torch.ones(1024, device=device).half(), torch.zeros(1024, device=device).half()
     normed = triton_ops.layer_norm(x, weight, bias, 1e-5)
@@ -79,16 +79,14 @@ OPERATIONS_WITH_DROPOUT = {
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("operation", OPERATIONS_WITH_DROPOUT)
-def test_dropout_drops_its_share_and_the_gradient_sees_the_same_mask(
-    operation: str, p: float, device: torch.device
-) -> None:
+def test_dropout_has_its_rate_and_the_gradient_the_same_mask(operation: str, p: float, device: torch.device) -> None:
     torch.manual_seed(4)
     x = torch.full((40, 500), 2.0, device=device, requires_grad=True)
     y = OPERATIONS_WITH_DROPOUT[operation](x, p)
     dropped = y == 0
     assert float(dropped.double().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / x.numel()) ** 0.5)
     assert float(y.detach().max()) == pytest.approx(float(y.detach()[~dropped].min()), rel=1e-6), (
-        "what is kept is scaled alike"
+        "all kept elements have the same scale"
     )
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad == 0, dropped)
@@ -109,8 +107,8 @@ def test_masks_follow_the_seed_of_the_cpu_generator(device: torch.device) -> Non
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
 
 
-def test_dropout_inside_the_norm_is_that_of_its_gradient(device: torch.device) -> None:
-    """A dropped element's gradient is zero, a kept one's is not; and the mask is drawn the same again."""
+def test_dropout_inside_the_norm_has_the_mask_of_its_gradient(device: torch.device) -> None:
+    """The gradient is zero at dropped elements only, and the backward pass draws the same mask again."""
     torch.manual_seed(6)
     x = torch.randn(9, 130, device=device, requires_grad=True)
     residual, weight = torch.randn(9, 130, device=device), torch.ones(130, device=device)
@@ -124,7 +122,7 @@ def test_dropout_inside_the_norm_is_that_of_its_gradient(device: torch.device) -
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 9), (1, 1, 5, 9), (2, 3, 5, 9), (2, 1, 5, 1)])
-def test_softmax_takes_any_mask_that_can_be_broadcast(shape: tuple[int, ...], device: torch.device) -> None:
+def test_softmax_accepts_any_mask_that_can_be_broadcast(shape: tuple[int, ...], device: torch.device) -> None:
     torch.manual_seed(7)
     scores = torch.randn(2, 3, 5, 9, device=device, requires_grad=True)
     mask = torch.rand(shape, device=device) < 0.6
@@ -146,7 +144,7 @@ def test_causal_softmax_of_more_keys_than_queries(device: torch.device) -> None:
     torch.testing.assert_close(weights[0, 0], expected)
 
 
-def test_strided_inputs_are_what_they_look_like(device: torch.device) -> None:
+def test_strided_inputs(device: torch.device) -> None:
     x = torch.randn(12, 10, device=device).t()
     weight, bias = torch.randn(12, device=device), torch.randn(12, device=device)
     ours = triton_ops.layer_norm(x, weight, bias, 1e-5)
@@ -158,7 +156,7 @@ def test_strided_inputs_are_what_they_look_like(device: torch.device) -> None:
     )
 
 
-def test_nothing_is_done_to_no_rows(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     x = torch.empty(0, 8, device=device, requires_grad=True)
     y = triton_ops.bias_relu_dropout(x, torch.zeros(8, device=device), 0.1)
     y.sum().backward()
@@ -166,7 +164,7 @@ def test_nothing_is_done_to_no_rows(device: torch.device) -> None:
     assert triton_ops.softmax(torch.empty(0, 2, 3, 4, device=device), None, True, 1.0).shape == (0, 2, 3, 4)
 
 
-def test_what_is_not_a_number_is_not_hidden(device: torch.device) -> None:
+def test_nan_is_propagated(device: torch.device) -> None:
     x = torch.tensor([[float("nan"), -1.0, 2.0, float("-inf")]], device=device, requires_grad=True)
     y = triton_ops.bias_relu_dropout(x, None, 0.0)
     assert torch.isnan(y[0, 0]) and y[0, 1:].tolist() == [0.0, 2.0, 0.0]
@@ -175,7 +173,7 @@ def test_what_is_not_a_number_is_not_hidden(device: torch.device) -> None:
 
 
 class Neighbours:
-    """Slices of a vocabulary in threads of one process, which add up as ranks do."""
+    """Threads of one process that hold slices of a vocabulary and reduce like ranks."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=60)
@@ -199,7 +197,7 @@ class Neighbours:
 
 
 class Part:
-    """One of them."""
+    """One slice."""
 
     def __init__(self, neighbours: Neighbours, start: int, size: int) -> None:
         self.start, self.size = start, size
@@ -207,7 +205,7 @@ class Part:
 
 
 @pytest.mark.parametrize("predictions", [1, 2])
-def test_slices_of_a_vocabulary_give_what_the_whole_does(predictions: int, device: torch.device) -> None:
+def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, device: torch.device) -> None:
     torch.manual_seed(8)
     size, cut = 31, 12
     logits = [torch.randn(5, size, device=device) * 4 for _ in range(predictions)]
@@ -229,7 +227,7 @@ def test_slices_of_a_vocabulary_give_what_the_whole_does(predictions: int, devic
     launch = triton_ops._launch
 
     def one_at_a_time(*arguments: Any, **options: Any) -> None:
-        with lock:  # the interpreter patches Triton's language while it runs
+        with lock:  # the interpreter patches Triton's language while it runs a kernel
             launch(*arguments, **options)
 
     triton_ops._launch = one_at_a_time
@@ -251,7 +249,7 @@ def test_slices_of_a_vocabulary_give_what_the_whole_does(predictions: int, devic
         torch.testing.assert_close(joined, whole.gradients[number], rtol=1e-5, atol=1e-6)
 
 
-def test_on_the_meta_device_as_much_is_kept_and_nothing_is_launched() -> None:
+def test_the_meta_device_saves_the_same_tensors_and_launches_nothing() -> None:
     x = torch.empty(8, 64, device="meta", requires_grad=True)
     weight = torch.empty(64, device="meta", requires_grad=True)
     y = triton_ops.bias_dropout_add_layer_norm(x, weight, x, weight, weight, 0.1, 1.0, 1e-5)

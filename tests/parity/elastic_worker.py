@@ -1,4 +1,4 @@
-"""One rank that trains some updates from a checkpoint, or from the start, and leaves one.
+"""One rank that trains some updates from a checkpoint or from the start, and saves a checkpoint.
 
 Arguments: corpus directory, method, engine (as in engine_worker), first and last update, checkpoint to start from or
 "-", directory for the checkpoint of the last update, output file. The output is JSON: the losses.
@@ -36,7 +36,7 @@ def main() -> None:
     scalars = engine.scalars()
     if world.is_main:
         progress = Progress(update=last, epoch=end.epoch, epoch_update=end.update)
-        CheckpointStore(store).save(progress, scalars, engine.state(), best=False)
+        CheckpointStore(store).save(progress, scalars, engine.state())
         Path(out).write_text(json.dumps(report["loss"]))
     else:
         list(engine.state())

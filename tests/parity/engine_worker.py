@@ -1,9 +1,9 @@
-"""One rank of a world that trains a small model under several engines, one after the other.
+"""One rank of a world that trains a small model under several engines in turn.
 
 Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
-ranks share a model; $MODEL are settings of it in JSON, in place of the method's own. The output is JSON: for each
-engine the losses, gradient norms and all weights after some updates, and the same for a run that was probed, stopped
-half-way, probed again and restored.
+ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. The output is JSON:
+for each engine the losses, gradient norms and all weights after some updates, and the same for a run that was probed,
+stopped half-way, probed again and restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STOPPED, RESUMED = 4, 8
 
 
 def main() -> None:
-    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on marks for a profiler
+    deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on markers for a profiler
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     case = models.self_tests()[method]
@@ -43,7 +43,7 @@ def main() -> None:
         del report[engine_name]["cursor"]
         report[engine_name]["weights"] = {s.name: s.weight.flatten().tolist() for s in engine.parameters()}
         engine.close()
-        # Stop half-way, hand the state to a new engine, go on; dropout on, since its masks must come back too.
+        # Stop half-way, restore the state in a new engine, and continue. Dropout is on: its masks must be the same.
         ends = []
         for resume in (False, True):
             engine = build(method, engine_name, world, directory, dropout=0.1)

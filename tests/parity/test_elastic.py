@@ -1,4 +1,4 @@
-"""A run goes on in another layout as if nothing had happened."""
+"""A run resumed in another layout continues the same loss curve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 METHOD = "deep_decoder"
 HALF, END = 10, 20
-# Engine, ranks, how many of them share a model.
+# Engine, number of ranks, tensor-parallel ranks among them.
 Layout = tuple[str, int, int]
 ONE: Layout = ("plain", 1, 1)
 ZERO2: Layout = ("zero2", 2, 1)
@@ -62,9 +62,9 @@ def test_the_loss_curve_continues(segment: Segment, before: Layout, after: Layou
     assert [*half, *rest] == pytest.approx(whole, abs=1e-5, rel=0)
 
 
-def test_a_checkpoint_of_slices_is_whole(segment: Segment) -> None:
+def test_a_checkpoint_of_tensor_parallel_ranks_has_whole_tensors(segment: Segment) -> None:
     _, whole = segment(ONE, 1, END, None)
     _, sliced = segment(TENSOR, 1, HALF, None)
     shapes = [{name: weight.shape for name, weight in Checkpoint(path).weights().items()} for path in (whole, sliced)]
     assert shapes[0] == shapes[1]
-    assert shapes[0]["source_embedding.weight"][0] == 61, "no padding of the vocabulary"
+    assert shapes[0]["source_embedding.weight"][0] == 61, "the vocabulary is saved without its padding"

@@ -1,4 +1,4 @@
-"""The same run under every engine: same losses, norms and weights; probed, stopped and restored: the same bits."""
+"""Engines give the same losses, norms and weights; a run that is probed, stopped and restored gives the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
 RECOMPUTED = [f"{name}+recompute" for name in ("zero0", "zero2", "zero3", "zero3:bf16")]
 
-# Methods, and the engines each is run under, by number of ranks. One plain process is what all are compared with.
+# Engines of each method, by number of ranks. All are compared with one plain process.
 ENGINES = {
     "vanilla": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, "offload"], 3: ["zero3"]},
     "deep_decoder": {1: ["plain", "zero2"], 2: [*FULL, *SIXTEEN_BIT, *RECOMPUTED]},
@@ -27,7 +27,7 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
 }
-# The same with two ranks that share a model, on two such pairs, and the settings that make the model shallower there.
+# Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
     "vanilla": ["plain", "zero0", "zero1:bf16", "zero3+recompute"],
     "deep_decoder": ["plain+recompute", "zero1", "zero2:fp16", "zero3"],
@@ -47,13 +47,13 @@ FP32 = [each for each in ALL if ":" not in each[2]]
 pytestmark = pytest.mark.timeout(900)  # the first test of a method waits for all its engines
 
 Ranks = int | str
-"""Number of ranks, "2x2" for two pairs, or "1 of 2x2" for one process with the model of the pairs."""
+"""Number of ranks, "2x2" for two tensor-parallel pairs, or "1 of 2x2" for one process with the model of the pairs."""
 Reports = Callable[[str, Ranks], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    """A function: what each engine reported of a method on so many ranks, by the engine's name."""
+    """A function that returns the report of each engine, by its name, on a method and a number of ranks."""
     directory: Path = tmp_path_factory.mktemp("engines")
     write_corpus(directory)
 
@@ -75,14 +75,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 
 def reference_of(reports: Reports, method: str, ranks: Ranks) -> dict[str, Any]:
-    """What one plain process reported of the same model."""
+    """Return the report of one plain process on the same model."""
     one = 1 if ranks != "2x2" or method not in DEPTHS else "1 of 2x2"
     found: dict[str, Any] = reports(method, one)["plain"]
     return found
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), FP32)
-def test_losses_norms_and_weights_are_those_of_one_plain_process(
+def test_losses_norms_and_weights_equal_those_of_one_plain_process(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     reference, ours = reference_of(reports, method, ranks), reports(method, ranks)[name]
@@ -97,14 +97,14 @@ def test_losses_norms_and_weights_are_those_of_one_plain_process(
     assert last < first + 0.2
 
 
-def test_the_number_of_micro_batches_really_varies(reports: Reports) -> None:
+def test_the_number_of_micro_batches_varies(reports: Reports) -> None:
     one, two = reports("vanilla", 1)["plain"]["counts"], reports("vanilla", 2)["zero2"]["counts"]
     assert len(set(one)) > 1 and len(set(two)) > 1
     assert two == [-(-many // 2) for many in one], "two ranks share an update's micro-batches evenly"
 
 
 @pytest.mark.parametrize(("method", "ranks", "name"), ALL)
-def test_probed_and_restored_half_way_the_run_goes_on_bit_for_bit(
+def test_a_run_probed_and_restored_half_way_is_equal_to_the_bit(
     reports: Reports, method: str, ranks: Ranks, name: str
 ) -> None:
     report = reports(method, ranks)[name]
@@ -121,7 +121,7 @@ def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, n
 
 
 @pytest.mark.parametrize(("ranks", "name"), [each[1:] for each in ALL if each[0] == "growing"])
-def test_a_frozen_bottom_keeps_its_bits(reports: Reports, ranks: Ranks, name: str) -> None:
+def test_a_frozen_bottom_does_not_change(reports: Reports, ranks: Ranks, name: str) -> None:
     reference, ours = reports("growing", 1)["plain"]["weights"], reports("growing", ranks)[name]["weights"]
     frozen = [parameter for parameter in reference if parameter.startswith("bottom.")]
     assert len(frozen) > 20

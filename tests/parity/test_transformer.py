@@ -1,4 +1,4 @@
-"""The Transformer against torch's own, with copied weights; and its parameter counts against the papers'."""
+"""The Transformer against torch's own with copied weights, and its parameter counts against those of the papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAD = 0
 
 
 def _copy_attention(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> None:
-    """torch's key bias gets noise on purpose: it must not matter."""
+    """Copy the weights. torch's key bias, which ours lacks, gets noise: it must not affect the result."""
     with torch.no_grad():
         theirs.in_proj_weight.copy_(torch.cat([ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]))
         noise = torch.randn_like(ours.q_proj.bias)
@@ -73,7 +73,7 @@ def test_equals_torch_transformer(norm: str) -> None:
         dim=32, ffn_dim=64, heads=4, encoder_layers=3, decoder_layers=2, norm=norm, dropout=0.0
     )
     model = build_transformer(config, Vocabulary(50)).double()
-    for parameter in model.parameters():  # biases and norms away from their neutral start
+    for parameter in model.parameters():  # biases and norms differ from their neutral initial values
         parameter.data += 0.1 * torch.randn_like(parameter)
     reference = _reference(model, config)
     source, target = _tokens([5, 9, 2], 50), _tokens([7, 3, 6], 50)
@@ -142,7 +142,7 @@ def test_deepnorm_constants() -> None:
     assert query.abs().max().item() == pytest.approx(bound / math.sqrt(2), rel=0.02)
 
 
-# PAPERS' tables, in millions of parameters. The papers' own counts round, and their vocabularies are fits.
+# The papers' tables, in millions of parameters. The counts are rounded, and the vocabularies are fitted to them.
 @pytest.mark.parametrize(
     ("millions", "vocab", "shape"),
     [
@@ -156,7 +156,7 @@ def test_deepnorm_constants() -> None:
         (475, 33_000, {"dim": 1024, "ffn_dim": 4096, "heads": 16, "encoder_layers": 15, "decoder_layers": 15}),
     ],
 )
-def test_parameter_counts_are_the_papers(millions: float, vocab: int, shape: dict[str, int]) -> None:
+def test_parameter_counts_are_those_of_the_papers(millions: float, vocab: int, shape: dict[str, int]) -> None:
     with torch.device("meta"):
         model = MODELS["transformer"].build(TransformerConfig(**shape), Vocabulary(vocab))
     count = sum(p.numel() for p in model.parameters())

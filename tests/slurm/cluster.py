@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine, each in namespaces of its own, so that a node can lose its power.
+"""A real SLURM cluster of two nodes on this machine. Each node has its own namespaces and can lose its power.
 
 Needs root, and Debian's munge, slurmctld, slurmd and slurm-client.
 """
@@ -27,7 +27,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# Without so short a life of credentials a job that is queued again waits two minutes.
+# A job that is queued again waits until its credentials expire, by default for two minutes.
 AuthInfo=socket={root}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={root}/state
@@ -73,7 +73,7 @@ wait
 
 
 def missing() -> str:
-    """What this machine lacks for a cluster; empty if nothing."""
+    """Return the requirements of a cluster that this machine lacks; empty if there are none."""
     if os.geteuid() != 0:
         return "root"
     lacking = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
@@ -81,10 +81,10 @@ def missing() -> str:
 
 
 class Cluster:
-    """Two nodes and a controller. Use it as a context; every process it started ends with it.
+    """Two nodes and a controller, as a context manager. All its processes end with it.
 
     Args:
-        root: a directory that everybody may enter (munge insists), with a short path (sockets have short names).
+        root: a directory that all users may enter (munge requires it), with a short path (sockets need one).
     """
 
     def __init__(self, root: Path) -> None:
@@ -141,7 +141,7 @@ class Cluster:
             daemon.wait()
 
     def run(self, *command: str) -> str:
-        """What a command of SLURM's prints; empty if it fails."""
+        """Return the output of a command of SLURM; empty if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -153,7 +153,7 @@ class Cluster:
         return int(done.stdout)
 
     def job(self, number: int, field: str) -> str:
-        """A field of a job's record, such as JobState or Restarts."""
+        """Return a field of a job's record, such as JobState or Restarts."""
         record = self.run("scontrol", "show", "job", str(number), "--oneliner")
         return next((word[len(field) + 1 :] for word in record.split() if word.startswith(f"{field}=")), "")
 
@@ -173,10 +173,10 @@ class Cluster:
         return self.job(number, "JobState")
 
     def until(self, condition: Callable[[], bool], within: float, what: str) -> None:
-        """Wait for something.
+        """Wait until a condition holds.
 
         Raises:
-            AssertionError: with what the cluster said, if it does not come to pass in time.
+            AssertionError: with the cluster's logs, if it does not hold in time.
         """
         deadline = time.monotonic() + within
         while not condition():
@@ -191,9 +191,9 @@ class Cluster:
         self._nodes[number] = self._start([*command, f"node{number}", str(self.root)])
 
     def cut_power(self, number: int) -> None:
-        """Everything on a node ends at once, unasked; so nobody can tell the controller."""
+        """Kill all processes of a node at once, so that none can notify the controller."""
         node = self._nodes.pop(number)
-        node.send_signal(signal.SIGKILL)  # takes the namespace's first process with it, and so all of them
+        node.send_signal(signal.SIGKILL)  # also kills the first process of the namespace, and thus all others
         node.wait()
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from tests.system.conftest import data  # noqa: F401  # the fixture
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, up for all tests."""
+    """Two running nodes, shared by all tests."""
     lacking = missing()
     if lacking:
         pytest.skip(f"needs {lacking}: a SLURM of two nodes (launch/test.sh --system installs it)")

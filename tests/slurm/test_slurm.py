@@ -1,4 +1,4 @@
-"""The batch scripts under a real SLURM: what clusters do to jobs, and that a run comes out the same."""
+"""The batch scripts under a real SLURM: jobs are interrupted as on clusters, and resume to the bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(280)
 
 @pytest.fixture
 def job(cluster: Cluster, data: Path, tmp_path: Path) -> Job:
-    """A training job on both nodes, submitted."""
+    """A submitted training job on both nodes."""
     made = Job(cluster, data, tmp_path)
     yield made
     cluster.run("scancel", str(made.number))
@@ -53,13 +53,13 @@ class Job:
         def saved() -> bool:
             return any(int(path.name.split("-")[1]) >= update for path in self.run.glob("checkpoints/update-*[0-9]"))
 
-        self.cluster.until(saved, within, f"a checkpoint of update {update}; the job says {self.said()[-3000:]}")
+        self.cluster.until(saved, within, f"a checkpoint of update {update}; log of the job: {self.said()[-3000:]}")
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def completes(self, restarts: int, whole: Path, within: float = 150) -> None:
-        """It ends well after so many restarts, as if nothing had happened, and its curve has no gap and no double."""
+        """Assert that the job succeeds after these restarts with the weights of ``whole`` and a complete log."""
         state = self.cluster.ended(self.number, within)
         assert state == "COMPLETED", self.said()[-5000:]
         assert int(self.cluster.job(self.number, "Restarts")) == restarts
@@ -72,16 +72,16 @@ class Job:
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, undisturbed."""
+    """The same run without interruption."""
     job = Job(cluster, data, tmp_path_factory.mktemp("whole"))
     assert cluster.ended(job.number, 150) == "COMPLETED", job.said()
     assert "done: 120 updates" in job.said() and "2 x cpu; DeepSpeedEngine" in job.said()
     return job.run
 
 
-def test_near_its_time_limit_a_job_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job) -> None:
+def test_a_job_near_its_time_limit_saves_and_is_queued_again(cluster: Cluster, whole: Path, job: Job) -> None:
     job.has_saved(10)
-    # What SLURM sends to the batch shell some minutes before the limit.
+    # SLURM sends this to the batch shell some minutes before the limit.
     cluster.run("scancel", "--batch", "--signal", "USR1", str(job.number))
     job.completes(restarts=1, whole=whole)
     assert "stopped by SIGUSR1 after update" in job.said() and "resuming after update" in job.said()
@@ -97,7 +97,7 @@ def test_a_preempted_job_saves_and_is_queued_again(cluster: Cluster, whole: Path
     assert "stopped by SIGTERM after update" in job.said()
 
 
-def test_a_cancelled_job_stays_dead(cluster: Cluster, job: Job) -> None:
+def test_a_cancelled_job_is_not_queued_again(cluster: Cluster, job: Job) -> None:
     job.has_saved(10)
     cluster.run("scancel", str(job.number))
     assert cluster.ended(job.number, 60) == "CANCELLED"
@@ -105,7 +105,7 @@ def test_a_cancelled_job_stays_dead(cluster: Cluster, job: Job) -> None:
     assert cluster.job(job.number, "JobState") == "CANCELLED" and cluster.job(job.number, "Restarts") == "0"
 
 
-def test_a_job_whose_node_loses_its_power_goes_on(cluster: Cluster, whole: Path, job: Job) -> None:
+def test_a_job_resumes_after_a_power_loss_of_a_node(cluster: Cluster, whole: Path, job: Job) -> None:
     job.has_saved(20)
     cluster.cut_power(2)
     cluster.until(lambda: "down" in cluster.run("sinfo", "-h", "-n", "node2", "-o", "%T"), 60, "a node that is down")
@@ -114,10 +114,10 @@ def test_a_job_whose_node_loses_its_power_goes_on(cluster: Cluster, whole: Path,
     assert "resuming after update" in job.said()
 
 
-def test_a_job_with_a_task_that_no_longer_moves_goes_on(
+def test_a_job_resumes_after_a_task_is_stopped(
     cluster: Cluster, whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others notice and end; SLURM ends the one that is stopped, which does not end by itself."""
+    """The other tasks notice and end. SLURM kills the stopped one, which cannot end by itself."""
     monkeypatch.setitem(cluster.environment, "SLURM_WAIT", "3")
     made = Job(cluster, data, tmp_path)
     made.has_saved(20)
@@ -127,15 +127,15 @@ def test_a_job_with_a_task_that_no_longer_moves_goes_on(
     os.kill(stopped, signal.SIGSTOP)
     made.completes(restarts=1, whole=whole)
     assert "rank 1 is gone or stopped: no heartbeat for 6 s" in made.said()
-    assert "ended with status 137" in made.said(), "the highest of 70 and that of the task that was killed"
+    assert "ended with status 137" in made.said(), "the highest status: 70, or that of the killed task"
 
 
 def environment_of(process: str) -> bytes:
-    """As it was when it started."""
+    """Return the environment with which a process was started."""
     return Path("/proc", process, "environ").read_bytes()
 
 
-def test_a_job_that_crashes_is_queued_again_so_many_times(
+def test_a_job_that_crashes_is_queued_again_up_to_a_limit(
     cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\nexit 9\n")
@@ -154,11 +154,11 @@ def test_a_job_that_crashes_is_queued_again_so_many_times(
     assert cluster.job(number, "Restarts") == "1" and cluster.job(number, "ExitCode") == "9:0"
 
 
-def test_a_mistake_of_the_users_is_not_tried_again(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_user_error_is_not_retried(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     made = Job(cluster, data, tmp_path, "model.heds=4")
     assert cluster.ended(made.number, 60) == "FAILED"
     assert cluster.job(made.number, "Restarts") == "0" and cluster.job(made.number, "ExitCode") == "2:0"
-    assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host says so"
+    assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host reports it"
 
 
 def test_a_chain_of_jobs_prepares_trains_and_translates(cluster: Cluster, data: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp
     words = ["--array", "1-2", str(ROOT / "launch/sweep.sbatch"), "--recipes", recipes, "--data", str(data)]
     settings = [*RUN[2:], "engine.name=plain"]
     number = cluster.submit(*words, "--runs", str(tmp_path / "runs"), *settings, cwd=tmp_path)
-    # One of them has the number that stands for the whole array; queuing one again must leave the other alone.
+    # One of the jobs has the number of the whole array. Queuing one again must not affect the other.
     for point in (1, 2):
         place = tmp_path / "runs" / str(point) / "checkpoints/latest"
         cluster.until(place.exists, 90, f"a checkpoint of point {point}")

@@ -1,7 +1,7 @@
-"""Training on data some of which gives NaN.
+"""Training on data of which some gives NaN.
 
-As a program, one rank of such a run. Its arguments: those updates of the first epoch that are bad, from 0 and
-separated by commas; the data directory; the words of the command line.
+As a program, one rank of such a run. Its arguments: the bad updates of the first epoch, counted from 0 and separated
+by commas; the data directory; the words of the command line.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 
 UPDATE_TOKENS = 600
-_sound = LabelSmoothed.__call__
+_original = LabelSmoothed.__call__
 
 
 def bad_loss(data: Path, updates: set[int]) -> object:
-    """What to put in the place of ``LabelSmoothed.__call__``: the loss of whatever is wholly part of one of these
-    updates of the first epoch is NaN.
+    """Return a replacement of ``LabelSmoothed.__call__`` whose loss of micro-batches of these updates is NaN.
+
+    The updates are numbered by the first epoch. A micro-batch is bad if one of them has all its sentences.
     """
     corpus = Corpus(data, "train")
     plan = epoch_updates(corpus.source_lengths, corpus.target_lengths, 1, 0, UPDATE_TOKENS)
@@ -35,7 +36,7 @@ def bad_loss(data: Path, updates: set[int]) -> object:
     def call(
         self: LabelSmoothed, model: TranslationModel, passes: object, batch: Batch, divergence: float
     ) -> LossOutput:
-        output = _sound(self, model, passes, batch, divergence)  # type: ignore[arg-type]
+        output = _original(self, model, passes, batch, divergence)  # type: ignore[arg-type]
         ids = set(batch.sentence_ids_B.tolist())
         if not model.training or not any(ids <= sentences for sentences in bad):
             return output

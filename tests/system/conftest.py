@@ -1,4 +1,4 @@
-"""A small prepared corpus, and the settings of a run that takes seconds."""
+"""Fixtures of the system tests: a small prepared corpus, and the settings of a run that takes seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed_nmt.sample.corpus import write_sample
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data directory of 400 sample pairs; its text lies beside it in text/."""
+    """A data directory of 400 sample pairs, with their text in the directory text/ beside it."""
     directory = tmp_path_factory.mktemp("sample")
     text = directory / "text"
     write_sample(text, train=400, valid=31, test=20, seed=3)
@@ -33,5 +33,5 @@ SMALL = [
 
 @pytest.fixture
 def small() -> list[str]:
-    """Settings of a run of twelve updates; seven sentences are translated, an odd number for two ranks."""
+    """Settings of a run of twelve updates. It translates seven sentences, so that two ranks get unequal shares."""
     return list(SMALL)

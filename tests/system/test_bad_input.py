@@ -1,4 +1,4 @@
-"""Bad input gets one clear message, no traceback, and nothing is lost."""
+"""Bad input is refused with one clear message, without a traceback and without loss of data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import run_ranks
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    """The message a command is refused with."""
+    """Return the message with which a command is refused."""
     capsys.readouterr()
     assert main(words) == status
     error = capsys.readouterr().err
@@ -34,7 +34,7 @@ def train_words(data: Path, run: Path, *settings: str) -> list[str]:
     return ["train", "--data", str(data), "--run", str(run), *settings]
 
 
-def test_wrong_settings_are_all_named_and_no_run_is_made(
+def test_all_wrong_settings_are_named_and_no_run_is_made(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused(train_words(data, tmp_path / "run", "model.heads=5", "optimizer.lrr=1"), capsys)
@@ -71,7 +71,7 @@ def test_data_changed_since_the_run_began(
     assert "error: model.ffn_dim must stay 64 once" in error and "start a new run instead" in error
 
 
-def test_of_several_ranks_one_says_why_all_stop(data: Path, tmp_path: Path, small: list[str]) -> None:
+def test_only_one_rank_reports_an_error_common_to_all(data: Path, tmp_path: Path, small: list[str]) -> None:
     run, copy = tmp_path / "run", tmp_path / "data"
     command = ["-m", "deepspeed_nmt", *train_words(copy, run, *small)]
 
@@ -87,10 +87,10 @@ def test_of_several_ranks_one_says_why_all_stop(data: Path, tmp_path: Path, smal
     said("all checkpoints in")
     text = (copy / "valid.target").read_bytes()
     (copy / "valid.target").write_bytes(text[:-2] + b"~" + text[-1:])
-    said("the content of valid.target has changed")
+    said("valid.target has other content than was written")
 
 
-def test_nan_is_skipped_by_name_rolled_back_and_then_stops(
+def test_nan_is_skipped_then_rolled_back_then_stops_the_run(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -113,14 +113,14 @@ def test_nan_is_skipped_by_name_rolled_back_and_then_stops(
     assert "up to update 3, had no finite gradient" in error and "there is no checkpoint from before them" in error
 
 
-def test_a_full_disk_is_survived_until_the_end(
+def test_training_continues_on_a_full_disk(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, write, calls = tmp_path / "run", store.save_file, []
 
     def full(tensors: object, path: Path) -> None:
         calls.append(path)
-        if len(calls) == 3:  # the second checkpoint; its first file is its last
+        if len(calls) == 3:  # the first file of the second checkpoint
             raise OSError(errno.ENOSPC, "No space left on device")
         write(tensors, path)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def _raise() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_translate_and_average_say_what_is_missing(
+def test_translate_and_average_name_missing_files(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -160,7 +160,7 @@ def test_translate_and_average_say_what_is_missing(
     assert "must hold a checkpoint, but is empty; train first" in refused([*words, source], capsys)
 
 
-def test_a_start_that_failed_binds_nobody(
+def test_a_failed_start_leaves_no_settings_behind(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -172,17 +172,7 @@ def test_a_start_that_failed_binds_nobody(
     assert "beta2: 0.98" in (run / "config.yaml").read_text() and not (run / "origin.json").exists()
 
 
-def test_a_lost_record_of_the_data_is_named_with_a_remedy(
-    data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    assert main(train_words(data, run, *small, "training.max_updates=1")) == 0
-    (run / "data.json").unlink()
-    error = refused(train_words(data, run, *small), capsys)
-    assert "data.json must be what `train` wrote when the run began, but is missing; restore it" in error
-
-
-def test_a_run_is_trained_by_one_process_at_a_time(
+def test_a_run_in_use_is_refused(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = RunLock(tmp_path / "run")
@@ -192,10 +182,10 @@ def test_a_run_is_trained_by_one_process_at_a_time(
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
 
 
-def test_a_job_that_slurm_queued_again_waits_for_the_lock_of_a_lost_host(
+def test_a_requeued_slurm_job_waits_for_the_lock_of_a_lost_host(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Network file systems keep it for a while."""
+    """Network file systems keep the lock for a while."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lock = RunLock(tmp_path / "run")
     asleep: list[float] = []
@@ -212,7 +202,7 @@ def test_a_job_that_slurm_queued_again_waits_for_the_lock_of_a_lost_host(
     assert "is still locked by process " in said and "waiting, 300 s at most" in said
 
 
-def test_lost_manifests_are_not_a_new_run(
+def test_missing_manifests_do_not_start_a_new_run(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -226,7 +216,7 @@ def test_lost_manifests_are_not_a_new_run(
     assert "all checkpoints in" in refused(train_words(data, run, *small), capsys)
 
 
-def test_a_corpus_that_was_changed_in_place(
+def test_a_corpus_changed_in_place(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "data"
@@ -234,7 +224,7 @@ def test_a_corpus_that_was_changed_in_place(
     corpus = next(copy.glob("train.source.uint*.bin"))
     corpus.write_bytes(corpus.read_bytes()[::-1])
     error = refused(train_words(copy, tmp_path / "run", *small), capsys)
-    assert f"the content of {corpus.name} has changed" in error
+    assert f"{corpus.name} has other content than was written" in error
 
 
 def test_the_run_is_a_file(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +286,7 @@ def test_a_run_directory_that_cannot_be_written(
     words = ["train", "--data", str(data), "--run", str(place / "run"), *small]
     try:
         assert main([*words, "training.max_updates=4"]) == 0
-        setup_logging()  # as at the end of a process: no file is open
+        setup_logging()  # closes the log, like the end of a process
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
         capsys.readouterr()
         assert main(words) == 1

@@ -25,7 +25,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def berts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """BERTs of the sample's two languages."""
+    """BERTs of the two languages of the sample corpus."""
     path, text = tmp_path_factory.mktemp("berts"), data.parent / "text"
     return [
         make_bert(
@@ -37,7 +37,7 @@ def berts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def prepared(data: Path, berts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample with the BERTs' vocabularies."""
+    """The sample corpus prepared with the BERTs' vocabularies."""
     out, text = tmp_path_factory.mktemp("bert-data") / "data", data.parent / "text"
     words = ["prepare", "--out", str(out), "--tokenizer", f"hf:{berts[0]},{berts[1]}", "--max-length", "126"]
     for split in ("train", "valid", "test"):
@@ -65,7 +65,7 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     assert main(train(recipe, prepared, whole, berts)) == 0
     said = capsys.readouterr().err
     assert ("of them trained" in said) == (recipe not in ("bert_scratch_transformer", "bert_coordinator"))
-    # Resumed where its BERTs are no longer.
+    # Resumed without its BERTs.
     copies = [Path(shutil.copytree(bert, tmp_path / bert.name)) for bert in berts]
     assert main(train(recipe, prepared, run, copies, "training.max_updates=4")) == 0
     for copy in copies:
@@ -109,7 +109,7 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     ],
     ids=["zero3, frozen", "zero2, untied", "zero3, recomputed, masked tokens", "tensor parallel"],
 )
-def test_every_engine_computes_the_same(
+def test_every_engine_gives_the_same_losses(
     recipe: str, ranks: int, settings: list[str], prepared: Path, berts: list[Path], tmp_path: Path
 ) -> None:
     off = ["model.dropout=0", "model.attention_dropout=0", "validation.bleu=false", "training.log_every=1"]
@@ -134,7 +134,7 @@ def test_plan_counts_the_tokens_of_the_berts(berts: list[Path], capsys: pytest.C
     assert "with a vocabulary of 500 and 600: " in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_refused(
+def test_mismatched_data_and_berts_are_refused(
     data: Path, prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(words: list[str]) -> str:
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "data").exists()
 
 
-def test_of_a_line_too_long_for_the_bert_the_beginning_is_translated(
+def test_lines_too_long_for_the_bert_are_cut(
     prepared: Path, berts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, source, output = tmp_path / "run", tmp_path / "long.en", tmp_path / "long.de"
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_sliced_is_refused(prepared: Path, berts: list[Pa
     assert "this model's length cannot be sliced" in "".join(outputs)
 
 
-def test_a_fine_tuned_run_is_the_same_network(
+def test_a_fine_tuned_run_has_the_network_of_its_origin(
     prepared: Path, berts: list[Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, last = tmp_path / "first", ["training.max_updates=1", "validation.bleu=false"]
@@ -201,7 +201,7 @@ def test_a_fine_tuned_run_is_the_same_network(
     assert "trained in a different network" not in capsys.readouterr().err
     lines = (data.parent / "text/train.de").read_text(encoding="utf-8").splitlines()
     deeper = make_bert(tmp_path / "deeper", lines, 1, 350, layers=4)
-    shutil.copy(berts[1] / "vocab.txt", deeper)  # learning it again may give another order
+    shutil.copy(berts[1] / "vocab.txt", deeper)  # a newly learned vocabulary may have another order
     words = train("bert_parallel_frozen", prepared, tmp_path / "deep", [berts[0], deeper], *last)
     assert main([*words, *onto]) == 2
     assert "must have all layers that are frozen here, but lacks decoder.layers.2" in capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_a_fine_tuned_run_is_the_same_network(
     assert "model.target.heads is 4 there and 8 here" in capsys.readouterr().err
 
 
-def test_unknown_tokens_are_counted_by_their_own_number(data: Path, berts: list[Path], tmp_path: Path) -> None:
+def test_unknown_tokens_are_counted(data: Path, berts: list[Path], tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("\u65e5\u672c the river\nthe river is old\n", encoding="utf-8")
     words = ["prepare", "--out", str(tmp_path / "data"), "--tokenizer", f"hf:{berts[0]}", "--keep-duplicates"]

@@ -1,4 +1,4 @@
-"""The collapse monitor fires on a decoder that ignores its source and is silent on one that does not."""
+"""The collapse monitor warns of a decoder that ignores its source, and only of such a decoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two data directories: good/ of sample text, shuffled/ of the same with its training sources shuffled."""
+    """Two data directories: good/ of the sample corpus, shuffled/ of the same with shuffled training sources."""
     directory = tmp_path_factory.mktemp("collapse")
     text = directory / "text"
     write_sample(text, train=3000, valid=150, test=20, seed=3)
@@ -45,7 +45,7 @@ def reliance(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(texts: Path) -> dict[str, tuple[Path, str]]:
-    """A run on each directory, and what its ranks said."""
+    """A run on each directory, and the output of its ranks."""
     done = {}
     for name in ("good", "shuffled"):
         run = texts / f"run-{name}"
@@ -54,14 +54,16 @@ def runs(texts: Path) -> dict[str, tuple[Path, str]]:
     return done
 
 
-def test_it_fires_on_a_model_that_ignores_its_source(runs: dict[str, tuple[Path, str]]) -> None:
+def test_it_warns_of_a_model_that_ignores_its_source(runs: dict[str, tuple[Path, str]]) -> None:
     run, said = runs["shuffled"]
     assert all(abs(value) < 0.05 for value in reliance(run)), "a language model"
-    assert said.count("the decoder ignores its source") == 2, "after grace, in every second measurement; on one rank"
+    assert said.count("the decoder ignores its source") == 2, (
+        "one rank warns in every second measurement after the grace period"
+    )
     assert "layer.name=cross_attention_drop" in said and "objective.ald.weight=1" in said
 
 
-def test_it_is_silent_on_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
+def test_it_does_not_warn_of_a_good_model(runs: dict[str, tuple[Path, str]]) -> None:
     run, said = runs["good"]
     assert reliance(run)[-1] > 0.6
     assert "the decoder ignores its source" not in said
@@ -77,7 +79,7 @@ def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.Capture
     words += ["collapse.action=stop", "collapse.every=5", "collapse.grace=5"]
     assert main([*words, "training.max_updates=10"]) == 0
     assert "ignores its source" not in capsys.readouterr().err
-    # The measurement of update 10 was bad, too, and is not forgotten.
+    # The bad measurement of update 10 still counts after the run is resumed.
     assert main(words) == 1
     error = capsys.readouterr().err
     assert "stopped: update 15: the decoder ignores its source" in error
@@ -85,7 +87,7 @@ def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "run" / "checkpoints" / "update-0000015" / "manifest.json").is_file()
 
 
-def test_report_puts_runs_side_by_side(
+def test_report_compares_runs(
     runs: dict[str, tuple[Path, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(run) for run, _ in runs.values()]

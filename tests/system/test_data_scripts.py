@@ -1,4 +1,4 @@
-"""Pipelines of the papers' data, on small archives of the same layout."""
+"""Pipelines of the papers' data, tested with small archives of the same layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pipeline() -> ModuleType:
 
 
 def content(member: str, language: str) -> bytes:
-    """A file as it stands in an archive."""
+    """Return the content of a file of an archive."""
     words = {"en": "The well-known house", "de": "Das wohl-bekannte Haus", "fr": "La maison bien-connue"}[language]
     name = member.rsplit("/", 1)[-1].split(".")[0]
     lines = [f"{words} „No. {number}“ of {name} & Co. costs {number},50 €." for number in range(LINES)]
@@ -50,7 +50,7 @@ def content(member: str, language: str) -> bytes:
         head = "<url>http://x</url>\n<keywords>talks</keywords>\n<talkid>1</talkid>\n<title>A House</title>\n"
         text = head + "\n".join(lines) + "\n"
     else:
-        # One pair without an end, one with nothing on one side.
+        # One pair without a line feed, one with an empty side.
         lines[3] = " ".join(["word"] * 300)
         lines[4] = "" if language == "de" else lines[4]
         text = "\n".join(lines) + "\n"
@@ -94,7 +94,7 @@ def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_
     for split, size in sizes.items():
         assert len(lines(text / f"{split}.{plan.target}")) == size
     if task == "iwslt14_deen":
-        assert sizes == {"train": 59, "valid": 2, "test": 5 * LINES}, "every 23rd of 61 lines, the title among them"
+        assert sizes == {"train": 59, "valid": 2, "test": 5 * LINES}, "every 23rd of 61 lines, including the title"
         assert lines(text / "train.en")[0] == "a house"
     else:
         lost = 2 if plan.target == "de" else 1
@@ -118,7 +118,7 @@ def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_what_is_missing_or_damaged_is_named(pipeline: ModuleType, tmp_path: Path) -> None:
+def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: Path) -> None:
     archives = tmp_path / "archives"
     words = ["--from", str(archives), "--out", str(tmp_path / "out")]
     done = go("wmt16_ende", *words)
@@ -145,7 +145,7 @@ def test_what_is_missing_or_damaged_is_named(pipeline: ModuleType, tmp_path: Pat
 
 
 class Half(BaseHTTPRequestHandler):
-    """A server that breaks off after half of a file, unless it is asked for the rest."""
+    """Server that sends only half of a file, unless a request has a range."""
 
     body = bytes(range(256)) * 400
 
@@ -176,7 +176,7 @@ def address() -> Iterator[str]:
     thread.join()
 
 
-def test_a_download_goes_on_where_it_broke_off(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_resumed(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
     path = tmp_path / "file.tgz"
     with pytest.raises(OSError, match="start again to resume"):
         pipeline._fetch(f"{address}/file.tgz", path)
@@ -190,9 +190,7 @@ def test_a_download_goes_on_where_it_broke_off(pipeline: ModuleType, address: st
         pipeline._verify(path, published="00", given=False, checksums=tmp_path / "others")
 
 
-def test_a_part_that_is_whole_is_the_file_and_one_too_long_is_removed(
-    pipeline: ModuleType, address: str, tmp_path: Path
-) -> None:
+def test_a_complete_part_is_kept_and_a_longer_one_removed(pipeline: ModuleType, address: str, tmp_path: Path) -> None:
     path, part = tmp_path / "file.tgz", tmp_path / "file.tgz.part"
     part.write_bytes(Half.body)
     pipeline._fetch(f"{address}/file.tgz", path)

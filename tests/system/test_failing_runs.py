@@ -1,4 +1,4 @@
-"""Runs that fail on the way: rolled back past the bad data, or stopped with an explanation."""
+"""Runs with bad data: they are rolled back and skip it, or stop with an explanation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import ROOT, run_ranks
 from tests.system.bad_data import bad_loss
 
-# Updates 6 to 8 are bad, the checkpoint before them is that of update 4.
+# Updates 6 to 8 are bad. The checkpoint before them is that of update 4.
 BAD = {5, 6, 7}
 PATIENT = ["training.max_skipped=3", "training.log_every=1"]
 
@@ -30,7 +30,7 @@ def newest(run: Path) -> Checkpoint:
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Two runs ended alike to the bit, moments and place in the data included."""
+    """Assert that two runs ended equal to the bit, including moments and position in the data."""
     first, second = newest(run), newest(other)
     assert first.scalars == second.scalars
     for name, weight in first.weights().items():
@@ -42,13 +42,13 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.fixture
 def bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the data is bad."""
+    """Make some of the data bad."""
     monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, BAD))
 
 
 @pytest.fixture(scope="module")
 def rolled_back(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of twelve updates that met bad data, undisturbed otherwise. Its log is in log.txt."""
+    """An uninterrupted run of twelve updates, some of them on bad data. Its log is in log.txt."""
     from tests.system.conftest import SMALL
 
     run = tmp_path_factory.mktemp("rolled_back") / "run"
@@ -58,12 +58,12 @@ def rolled_back(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_run_goes_back_and_on_past_bad_data(rolled_back: Path) -> None:
+def test_a_run_is_rolled_back_and_skips_the_bad_data(rolled_back: Path) -> None:
     end = newest(rolled_back)
     assert all(torch.isfinite(weight).all() for weight in end.weights().values())
     progress = end.progress
     assert (progress.update, progress.rollbacks, progress.retries, progress.failed_at) == (12, 1, 0, 8)
-    assert end.scalars.optimizer_step == 12, "as many steps as updates: what was skipped is forgotten"
+    assert end.scalars.optimizer_step == 12, "skipped updates do not count as optimizer steps"
     assert [path.name[-2:] for path in sorted(rolled_back.glob("checkpoints/update-*"))] == ["04", "08", "12"]
     lines = [json.loads(line) for line in (rolled_back / "metrics.jsonl").read_text().splitlines()]
     updates = [line["update"] for line in lines if "train/loss" in line]
@@ -84,11 +84,11 @@ def test_every_skip_and_the_rollback_are_named(
     assert "(rollback 1 of 2 before update 8 is passed)" in error
     assert "resuming after update 4" in error
     progress = Checkpoint(tmp_path / "run" / "checkpoints" / "update-0000004").progress
-    assert (progress.update, progress.epoch, progress.epoch_update) == (4, 0, 8), "after the bad data"
+    assert (progress.update, progress.epoch, progress.epoch_update) == (4, 0, 8), "the position after the bad data"
 
 
 @pytest.mark.parametrize("stop_at", [7, 10], ids=["while skipping", "after the rollback"])
-def test_stopped_and_resumed_it_is_the_same_run(
+def test_a_run_with_bad_data_resumes_to_the_bit(
     data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], stop_at: int
 ) -> None:
     run = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_stopped_and_resumed_it_is_the_same_run(
     assert main(words(data, run, *settings)) == 0
     straight = tmp_path / "straight"
     assert main(words(data, straight, *settings)) == 0
-    for directory in (run, straight):  # the end of a run is validated, so one was more often
+    for directory in (run, straight):  # the end of a run is validated, so the stopped run was validated once more
         progress = newest(directory).progress
         assert (progress.update, progress.rollbacks) == (12, 1)
     for name, weight in newest(run).weights().items():
@@ -105,7 +105,7 @@ def test_stopped_and_resumed_it_is_the_same_run(
 
 
 @pytest.mark.parametrize("stop_at", [(), (7,)], ids=["straight", "stopped while skipping"])
-def test_a_run_that_keeps_one_checkpoint_can_go_back(
+def test_a_run_that_keeps_one_checkpoint_can_be_rolled_back(
     data: Path, bad: None, tmp_path: Path, small: list[str], stop_at: tuple[int, ...]
 ) -> None:
     settings = [*small, *PATIENT, "training.keep_last=1", "training.keep_best=false", "training.save_every=1"]
@@ -115,7 +115,7 @@ def test_a_run_that_keeps_one_checkpoint_can_go_back(
     assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
 
 
-def test_saving_and_validating_wait_for_an_update_that_is_not_skipped(
+def test_skipped_updates_delay_saving_and_validation(
     data: Path, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -126,7 +126,7 @@ def test_saving_and_validating_wait_for_an_update_that_is_not_skipped(
     assert [line["update"] for line in lines if "valid/loss" in line] == [4, 9, 12]
 
 
-def test_killed_between_rollback_and_next_checkpoint(
+def test_a_run_killed_between_rollback_and_next_checkpoint(
     data: Path, rolled_back: Path, bad: None, tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed() -> None:
@@ -140,7 +140,7 @@ def test_killed_between_rollback_and_next_checkpoint(
     assert_same(tmp_path / "run", rolled_back)
 
 
-def test_without_progress_it_stops_and_says_why(
+def test_a_run_without_progress_stops_with_a_reason(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -155,7 +155,7 @@ def test_without_progress_it_stops_and_says_why(
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_ranks_go_back_together(data: Path, tmp_path: Path, small: list[str], stage: str) -> None:
+def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[str], stage: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
@@ -178,7 +178,7 @@ def test_a_probe_changes_nothing(data: Path, tmp_path: Path, small: list[str]) -
         assert torch.equal(weight, newest(probed).weight(name)), name
 
 
-def test_too_little_memory_stops_with_advice(
+def test_out_of_memory_stops_with_advice(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -193,7 +193,7 @@ def test_too_little_memory_stops_with_advice(
     assert "Lower batch.micro_tokens" in error and "Traceback" not in error
 
 
-def test_ranks_that_diverge_stop_with_one_voice(data: Path, tmp_path: Path, small: list[str]) -> None:
+def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: list[str]) -> None:
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
     settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
     outputs = run_ranks([*worker, *words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1)

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with addresses of their own, which reach each other through a cable alone."""
+"""Training on two hosts: network namespaces with their own addresses, connected by a virtual cable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ exec {ssh} -i {root}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """The names of the two namespaces."""
+    """Names of the two namespaces."""
     ip = shutil.which("ip", path=PATH)
     if os.geteuid() != 0 or ip is None:
         pytest.skip("needs root and ip (Debian's iproute2): two network namespaces")
@@ -100,7 +100,7 @@ def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_
 
 @pytest.fixture
 def ssh(hosts: list[str], tmp_path: Path) -> Iterator[Path]:
-    """A directory with an ``ssh`` that reaches both hosts, which have a real daemon each, with no questions asked."""
+    """A directory with an ``ssh`` that reaches the real daemons of both hosts without prompts."""
     found = {name: shutil.which(name, path=PATH) for name in ("sshd", "ssh", "ssh-keygen", "pdsh")}
     lacking = [name for name, path in found.items() if path is None]
     if lacking:
@@ -112,7 +112,7 @@ def ssh(hosts: list[str], tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(SSH.format(root=tmp_path, ssh=found["ssh"]))
     (tmp_path / "bin/ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd requires it
     daemons = []
     for host in hosts:
         with (tmp_path / f"{host}.sshd.log").open("wb") as log:
@@ -124,7 +124,7 @@ def ssh(hosts: list[str], tmp_path: Path) -> Iterator[Path]:
         daemon.wait(timeout=20)
 
 
-def test_by_ssh_it_is_started_stopped_and_taken_up_from_one_host(
+def test_training_is_started_stopped_and_resumed_by_ssh(
     hosts: list[str], ssh: Path, data: Path, tmp_path: Path, small: list[str]
 ) -> None:
     hostfile = tmp_path / "hostfile"
@@ -150,7 +150,7 @@ def test_by_ssh_it_is_started_stopped_and_taken_up_from_one_host(
         while not (run / "checkpoints/latest").exists():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
         assert process.wait(timeout=150) == EXIT_STOPPED, log.read_text()
     finally:
         if process.poll() is None:
@@ -158,6 +158,7 @@ def test_by_ssh_it_is_started_stopped_and_taken_up_from_one_host(
             process.wait()
     said = log.read_text()
     assert "2 hosts, meeting at 10.91.7.1:29651" in said and "stopped by request after update" in said
+    assert "exits with return code" not in said, "nothing failed"
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     stopped_at = int((run / "checkpoints/latest").read_text().strip().removeprefix("update-"))
     end = f"training.max_updates={stopped_at + 6}"

@@ -1,4 +1,4 @@
-"""The whole job killed at random moments, half of them while it writes a checkpoint: only time is lost."""
+"""A job that is killed at random moments, half of them while it writes a checkpoint, loses only time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = 2
 
 
 class Run:
-    """A run on two ranks that is started again and again."""
+    """A run on two ranks that is restarted repeatedly."""
 
     def __init__(self, data: Path, path: Path, scratch: Path, *settings: str) -> None:
         self.path, self._scratch = path, scratch
@@ -26,16 +26,16 @@ class Run:
         self.command += ["training.validate_every=100000", "validation.bleu=false", "collapse.every=0"]
 
     def updates(self) -> list[int]:
-        """Of the checkpoints there are, whole ones alone."""
+        """Return the updates of the complete checkpoints."""
         names = [path.name for path in self.path.glob("checkpoints/update-*")]
         return sorted(int(name.removeprefix("update-")) for name in names if re.fullmatch(r"update-\d+", name))
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return True if a checkpoint is being written."""
         return any(not re.fullmatch(r"update-\d+", path.name) for path in self.path.glob("checkpoints/*update-*"))
 
     def killed(self, during_save: bool, delay: float) -> None:
-        """Start the job, let it come further than before, and kill all of it at once."""
+        """Start the job, wait until it gets further than before, and kill all its processes at once."""
         before = max(self.updates(), default=0)
         port = free_port()
         logs = [self._scratch / f"rank{rank}.log" for rank in range(RANKS)]
@@ -60,7 +60,7 @@ class Run:
 
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(
+def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
     kills: int, data: Path, small: list[str], tmp_path: Path
 ) -> None:
     dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
@@ -70,11 +70,11 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(
         during_save = number % 2 == 0
         run.killed(during_save, dice.uniform(0.0, 0.01 if during_save else 0.4))
         caught += run.saving()
-    assert caught >= kills / 10, "hardly any were killed while a checkpoint was half written"
+    assert caught >= kills / 10, "too few kills hit a checkpoint that was being written"
     end = max(run.updates()) + 6
     last = f"training.max_updates={end}"
     run_ranks([*run.command, last], RANKS, tmp_path, timeout=120)
     straight = Run(data, tmp_path / "straight", tmp_path, *small)
     run_ranks([*straight.command, last], RANKS, tmp_path, timeout=300)
     assert_same(run.path, straight.path, end)
-    assert not run.saving(), "what was half written is gone"
+    assert not run.saving(), "no incomplete checkpoint is left"

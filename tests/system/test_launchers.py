@@ -1,4 +1,4 @@
-"""The launchers, called as the documentation says."""
+"""Launchers, called as documented."""
 
 from __future__ import annotations
 

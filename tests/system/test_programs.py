@@ -1,4 +1,4 @@
-"""Forked programs are processes like any other."""
+"""Forked programs behave like ordinary processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_program_has_its_own_arguments_environment_output_and_status(tmp_path:
     environment = rank_environment(1, 2, 0, tmp_path)
     program = Program([str(script), "3"], {**environment, "GREETING": "hello"}, log)
     assert program.wait(timeout=60) == 3
-    assert log.read_text() == "['3'] 1 hello __main__\n1 1\nthe end\n", "of one thread, the server and the program"
+    assert log.read_text() == "['3'] 1 hello __main__\n1 1\nthe end\n", "program and server have one thread each"
     program = Program([str(script), "sleep"], environment, log)
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(timeout=0.2)

@@ -1,7 +1,7 @@
-"""From raw text to BLEU: models trained for a moment on the sample corpus and, where it is at hand, on Multi30k.
+"""From raw text to BLEU: short training on the sample corpus and, if it is available, on Multi30k.
 
-A broken model cannot pass: copying the source stays under half of each threshold, and so does one sentence over and
-over, which is what a decoder that ignores the source would write.
+A broken model cannot pass: a copy of the source stays under half of each threshold, and so does a constant sentence,
+like the output of a decoder that ignores its source.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def learn(directory: Path, corpus: dict[str, Path], prepare: list[str], *setting
     """Prepare a corpus, train on two ranks under ZeRO-2, and return the translation of its test set.
 
     Args:
-        directory: empty; receives all that is made.
-        corpus: paths of train, valid and test without the languages at their ends.
+        directory: empty directory for all results.
+        corpus: paths of train, valid and test without the suffixes of the languages.
         prepare: options of `prepare`.
         settings: recipe and settings of the run.
     """
@@ -46,7 +46,7 @@ def learn(directory: Path, corpus: dict[str, Path], prepare: list[str], *setting
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Short sentences of the sample corpus, which are learnt soonest."""
+    """Short sentences of the sample corpus, which are learnt quickest."""
     everything, short = tmp_path_factory.mktemp("everything"), tmp_path_factory.mktemp("short")
     assert main(["sample-data", "--out", str(everything), "--train", "20000", "--valid", "600", "--test", "600"]) == 0
     for split in ("train", "valid", "test"):
@@ -58,7 +58,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def bleu(hypothesis: Path, reference: Path, capsys: pytest.CaptureFixture[str]) -> float:
-    """BLEU as `score` tells it."""
+    """Return the BLEU of `deepspeed-nmt score`."""
     capsys.readouterr()
     assert main(["score", "--hypothesis", str(hypothesis), "--reference", str(reference), "--json"]) == 0
     score: float = json.loads(capsys.readouterr().out)["bleu"]["score"]
@@ -81,7 +81,7 @@ def test_sample_text(sample: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
 
 
 def lines_of(path: Path) -> list[str]:
-    """Lines whose segments are joined to words."""
+    """Read lines and join their segments to words."""
     return [join_segments(line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
 
 
@@ -100,7 +100,7 @@ def test_multi30k(tmp_path: Path) -> None:
 
 @needs_multi30k
 @pytest.mark.parametrize("name", ["copy", "constant"])
-def test_the_threshold_is_out_of_reach_without_translating(name: str) -> None:
+def test_copies_and_constants_stay_below_the_threshold(name: str) -> None:
     reference = lines_of(MULTI30K / "test.2016.de")
     frequent = "ein mann in einem blauen hemd steht auf einer leiter und putzt ein fenster ."
     hypotheses = lines_of(MULTI30K / "test.2016.en") if name == "copy" else [frequent] * len(reference)

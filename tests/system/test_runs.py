@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and that stopping and going on changes nothing."""
+"""Whole runs: their files, and resumption to the bit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.programs import Program
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
 
 
@@ -34,13 +35,13 @@ def train_ranks(data: Path, run: Path, *settings: str) -> None:
 
 
 def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint."""
+    """Return all weights of a checkpoint."""
     return Checkpoint(run / "checkpoints" / f"update-{update:07d}").weights()
 
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain run of twelve updates that nobody disturbed."""
+    """An uninterrupted plain run of twelve updates."""
     from tests.system.conftest import SMALL
 
     run = tmp_path_factory.mktemp("whole") / "run"
@@ -48,10 +49,11 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_run_leaves_what_is_promised(whole: Path) -> None:
+def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         *("vocabulary.model", "vocabulary.json", "logs", ".lock", "resolved.json"),
+        *("manifest.json", "manifest.json.sha256"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [4, 4, 8, 8, 12, 12, 12]
@@ -73,11 +75,11 @@ def test_a_run_leaves_what_is_promised(whole: Path) -> None:
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
     assert set(board.Tags()["scalars"]) == tags
-    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "it learns"
+    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "the loss falls"
     assert json.loads((whole / "environment.json").read_text())["packages"]["torch"]
 
 
-def test_resumed_is_uninterrupted(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
     assert train(data, run, *small, "training.max_updates=6") == 0
     assert train(data, run, *small) == 0
@@ -104,7 +106,7 @@ def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
     assert_same(run, whole)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
+def test_ctrl_c_saves_and_explains_how_to_resume(data: Path, whole: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *small]
     long = [*command, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
@@ -130,8 +132,26 @@ def test_ctrl_c_saves_and_says_how_to_go_on(data: Path, whole: Path, tmp_path: P
     assert_same(run, tmp_path / "straight", stopped_at + 3)
 
 
+def test_a_lost_terminal_saves_and_stops(data: Path, tmp_path: Path, small: list[str]) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = [*small, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
+    command = ["-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *words, "collapse.every=0"]
+    process = Program(command, {**os.environ, "OMP_NUM_THREADS": "1"}, log)
+    try:
+        deadline = time.monotonic() + 150
+        while "update 5/" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=150) == 75, log.read_text()
+    finally:
+        process.kill()
+    assert "stopped by SIGHUP after update" in log.read_text()
+    assert Checkpoint(next((run / "checkpoints").glob("update-*"))).progress.update >= 5
+
+
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_two_ranks_resume_to_the_bit_and_validate_unequal_shares(
+def test_two_ranks_resume_to_the_bit_and_validate_unequal_numbers_of_sentences(
     data: Path, whole: Path, tmp_path: Path, small: list[str], stage: str
 ) -> None:
     settings = [*small, "engine.name=deepspeed", f"engine.ds_config={stage}"]
@@ -141,9 +161,7 @@ def test_two_ranks_resume_to_the_bit_and_validate_unequal_shares(
     assert_same(tmp_path / "run", tmp_path / "straight")
 
 
-def test_another_engine_and_number_of_ranks_goes_on_with_the_same_curve(
-    data: Path, tmp_path: Path, small: list[str]
-) -> None:
+def test_another_engine_and_number_of_ranks_continue_the_curve(data: Path, tmp_path: Path, small: list[str]) -> None:
     settings = [*small, "model.dropout=0"]
     assert train(data, tmp_path / "one", *settings) == 0
     train_ranks(data, tmp_path / "run", *settings, "training.max_updates=6", "engine.ds_config=zero2")
@@ -230,7 +248,7 @@ def test_translate_average_and_score(
         )
         == 0
     )
-    assert small.read_text(encoding="utf-8") == texts["last"], "the same whatever the batch size"
+    assert small.read_text(encoding="utf-8") == texts["last"], "the batch size does not change translations"
     nbest = tmp_path / "nbest"
     assert (
         main(
@@ -267,7 +285,7 @@ def test_translate_average_and_score(
     assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(100.0)
 
 
-def test_asked_while_it_starts_a_run_ends_before_its_first_update(
+def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
     data: Path, tmp_path: Path, small: list[str]
 ) -> None:
     run = tmp_path / "run"
@@ -295,7 +313,7 @@ def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path
     run = tmp_path / "run"
     frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.best_by=loss", "validation.bleu=false"]
     settings = [*small, *frozen, "training.patience=2", "training.max_updates=400"]
-    for _ in range(2):  # started again, it is still finished
+    for _ in range(2):  # it is still finished when started again
         assert train(data, run, *settings) == 0
         (last,) = (run / "checkpoints").glob("update-*012")
         progress = Checkpoint(last).progress
@@ -303,7 +321,7 @@ def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path
         assert len(list((run / "checkpoints").glob("update-*"))) == 3
 
 
-def test_a_run_goes_on_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     assert train(data, run, "training.max_updates=14") == 0

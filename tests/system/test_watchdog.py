@@ -1,4 +1,4 @@
-"""Ranks that die, stop, hang or fail: the others end in bounded time, and say who, where and at what."""
+"""If a rank dies, stops, hangs or fails, the others end in bounded time and name the rank, its host and its task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[..., list[Program]]
 
 @pytest.fixture
 def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
-    """A function that starts the ranks of a run without end."""
+    """A function that starts the ranks of an endless run."""
     processes: list[Program] = []
 
     def begin(*settings: str, trouble: str = "-1:0:none") -> list[Program]:
@@ -47,12 +47,12 @@ def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
 
 
 def saved(tmp_path: Path) -> None:
-    """Wait until the run is well on its way."""
+    """Wait until the run has saved a checkpoint."""
     deadline = time.monotonic() + 60
     while not (tmp_path / "run/checkpoints/latest").exists():
         assert time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
         time.sleep(0.1)
-    time.sleep(2)  # a few signs of life later
+    time.sleep(2)  # a few heartbeats
 
 
 def said(tmp_path: Path, rank: int) -> str:
@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_or_stopped_is_named(start: Start, tmp_path: Path, n
     assert re.search(pattern, (tmp_path / "run/logs/rank-2.log").read_text())
 
 
-def test_where_rank_0_is_stopped_the_others_find_out(start: Start, tmp_path: Path) -> None:
+def test_a_stopped_rank_0_is_named(start: Start, tmp_path: Path) -> None:
     processes = start()
     saved(tmp_path)
     processes[0].send_signal(signal.SIGSTOP)
@@ -95,7 +95,9 @@ def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_says_why_and_the_others_who(start: Start, tmp_path: Path, rank: int) -> None:
+def test_a_rank_that_fails_reports_its_error_and_is_named_by_the_others(
+    start: Start, tmp_path: Path, rank: int
+) -> None:
     processes = start(trouble=f"{rank}:7:raise")
     assert ends(processes, 60) == [1 if each == rank else EXIT_RANK_LOST for each in range(RANKS)]
     assert "Traceback" in said(tmp_path, rank) and "a tensor is not what it should be" in said(tmp_path, rank)
@@ -108,7 +110,7 @@ def test_a_rank_that_fails_says_why_and_the_others_who(start: Start, tmp_path: P
 
 
 def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> None:
-    """With less time for an update than a stop at a checkpoint takes, nobody is blamed while it is being written."""
+    """The time limit of an update does not apply while a checkpoint is written."""
     processes = start("engine.stuck_s=30", "training.max_updates=10")
     assert ends(processes, 90) == [0] * RANKS
     assert "done: 10 updates" in said(tmp_path, 0)
@@ -116,14 +118,14 @@ def test_saving_may_take_longer_than_an_update(start: Start, tmp_path: Path) -> 
     assert "done: 10 updates" in log and "INFO" in log
 
 
-def test_a_rank_that_is_last_to_leave_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """Rank 0 takes the store with it; whoever is still at work must not take that for a loss."""
+def test_rank_0_waits_for_the_last_rank_to_leave(start: Start, tmp_path: Path) -> None:
+    """Rank 0 hosts the store. Its end must not look like a loss to a rank that is still at work."""
     processes = start("training.max_updates=10", "engine.silent_s=9", trouble="1:0:linger")
     assert ends(processes, 90) == [0] * RANKS, said(tmp_path, 1)
     assert "gone or stopped" not in said(tmp_path, 1)
 
 
-def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(
+def test_a_second_signal_ends_the_run_at_once_with_the_last_checkpoint_intact(
     data: Path, small: list[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -134,8 +136,8 @@ def test_a_second_signal_ends_at_once_and_leaves_the_last_checkpoint(
     try:
         saved(tmp_path)
         process.send_signal(signal.SIGTERM)
-        time.sleep(2.5)  # later than what counts as the same request
-        assert process.poll() is None, "it waits for the update to end, which this one never does"
+        time.sleep(2.5)  # longer than signals count as one request
+        assert process.poll() is None, "the first signal waits for the end of the update, which hangs"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=5) == 128 + signal.SIGTERM
     finally:

@@ -1,5 +1,6 @@
-"""`deepspeed-nmt` on a rank that gets into trouble: TROUBLE is "rank:update:kind", a kind being hang, raise, or
-linger (it is slow to leave; the update does not matter).
+"""`deepspeed-nmt` on a rank that gets into trouble.
+
+$TROUBLE is "rank:update:kind". The kind is hang, raise, or linger (the rank is slow to leave, whatever the update).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
 
 
 def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
-    """Fail where it was asked for."""
+    """Fail in the requested update."""
     if os.environ["RANK"] == rank and batch.update.number == int(update) and kind != "linger":
         if kind == "hang":
             time.sleep(600)
@@ -26,7 +27,7 @@ def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
 
 
 def lingering(self: PlainEngine) -> None:
-    """Take one's time."""
+    """Wait before closing the engine."""
     if os.environ["RANK"] == rank and kind == "linger":
         time.sleep(4)
     close_of_engine(self)

@@ -1,4 +1,4 @@
-"""Fixtures of the toys: the small corpus of tests/system."""
+"""Fixtures of the toys: the small corpus of the system tests."""
 
 from tests.system.conftest import data
 

@@ -1,4 +1,4 @@
-"""A new method is one file and one line: toys pass every command without a change to the package."""
+"""Toy methods, one file and one line of registration each, work with every command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["toy", "toy_layers"])
-def test_toys_are_trained_resumed_and_translate(recipe: str, data: Path, tmp_path: Path) -> None:
+def test_toys_are_trained_resumed_and_used_to_translate(recipe: str, data: Path, tmp_path: Path) -> None:
     words = ["train", "--recipe", recipe, "--data", str(data), "engine.device=cpu"]
     assert main([*words, "--run", str(tmp_path / "straight")]) == 0
     assert main([*words, "--run", str(tmp_path / "stopped"), "training.max_updates=3"]) == 0

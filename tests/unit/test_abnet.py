@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("recipe", ["abnet_serial", "abnet_parallel"])
 
 
 def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
-    """Random pairs, the first the longest."""
+    """Return random pairs, of which the first is the longest."""
     generator = torch.Generator().manual_seed(5)
     lengths = [longest, *(int(n) for n in torch.randint(1, longest + 1, (rows - 1,), generator=generator))]
     words = [torch.randint(5, 30, (n,), generator=generator) for n in lengths]
@@ -39,14 +39,14 @@ def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
     return batch_of(source, target_input, output, seed=seed, update=update)
 
 
-def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> None:
+def test_masked_tokens_depend_only_on_seed_update_and_sentence() -> None:
     data = pairs(400, 12)
     masked = masked_positions(data, V)
     words = data.target_output_BT.ne(0) & data.target_output_BT.ne(3)
-    assert not (masked & ~words).any(), "neither the end nor padding"
+    assert not (masked & ~words).any(), "neither EOS nor padding is masked"
     counts, lengths = masked.sum(1), words.sum(1)
     assert bool((counts >= 1).all()) and bool((counts <= lengths).all())
-    # m is uniform in 1..N: half of the tokens on average, one and all of them now and then.
+    # m is uniform in 1..N: half of the tokens on average, sometimes one or all of them.
     assert abs(float((counts / (lengths + 1)).mean()) - 0.5) < 0.03
     long = lengths >= 8
     assert bool((counts[long] == 1).any()) and bool((counts[long] == lengths[long]).any())
@@ -59,7 +59,7 @@ def test_which_tokens_are_masked_is_a_function_of_seed_update_and_sentence() -> 
 
 
 @BOTH
-def test_with_silent_adapters_it_is_the_frozen_berts(recipe: str, folders: tuple[Path, Path], tokenizer) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+def test_without_its_adapters_it_equals_the_frozen_berts(recipe: str, folders: tuple[Path, Path], tokenizer) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
     model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained and all("adapter" in name or "cross" in name or name.startswith("length.") for name in trained)
@@ -85,7 +85,7 @@ def test_with_silent_adapters_it_is_the_frozen_berts(recipe: str, folders: tuple
 
 
 def small(recipe: str, *settings: str) -> AbNet:
-    """A small random one in eval mode."""
+    """Return a small random model in eval mode."""
     config = load_config(
         recipe, settings=["model.adapter_dim=24", "model.dropout=0", "model.attention_dropout=0", *settings]
     )
@@ -101,7 +101,7 @@ def small(recipe: str, *settings: str) -> AbNet:
 
 
 @BOTH
-def test_the_loss_is_that_of_the_masked_tokens_and_of_the_length(recipe: str) -> None:
+def test_the_loss_is_of_the_masked_tokens_and_of_the_length(recipe: str) -> None:
     model, data = small(recipe), pairs(5, 9)
     config = load_config(recipe, settings=["objective.masked_tokens.length_weight=0.3"])
     found = build_objective(config, V)(model.train(), data)
@@ -121,7 +121,7 @@ def test_the_loss_is_that_of_the_masked_tokens_and_of_the_length(recipe: str) ->
         assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
-def test_parallel_adapters_stand_beside_the_frozen_layer() -> None:
+def test_parallel_adapters_follow_their_formula() -> None:
     model = small("abnet_parallel")
     layer, part = model.decoder.layers[0], model.decoder.layers[0].layer
     h, r = torch.randn(1, 4, 16), torch.randn(1, 3, 16)
@@ -141,7 +141,7 @@ def test_parallel_adapters_stand_beside_the_frozen_layer() -> None:
 
 
 class Oracle:
-    """Knows a sentence of each length; a token is sure if its neighbours are seen, and wrong at first if not."""
+    """Model that predicts token 10 + i at place i, surely if the token before is known, otherwise a wrong token."""
 
     mask, longest_target = 4, 12
 
@@ -165,16 +165,16 @@ class Oracle:
         return torch.where(left_seen, 10 + place, 30)[wanted_RT], log_p_RT[wanted_RT]
 
 
-def test_the_doubtful_tokens_are_guessed_again() -> None:
+def test_the_least_probable_tokens_are_predicted_again() -> None:
     oracle = Oracle()
     search = MaskPredict(MaskPredictConfig(iterations=3, length_beam=2), oracle, V)
     assert search.config.width == 2
     ((best, second),) = search.search(torch.tensor([[5, 3]]))
-    # Neither no tokens at all, nor more than the model reads.
+    # Lengths of zero and beyond the model's maximum are not tried.
     assert {len(best.tokens), len(second.tokens)} == {6, 4}
     first, again, third = oracle.shown
     assert first.tolist() == [[2, 4, 4, 4, 4, 4, 4, 3], [2, 4, 4, 4, 4, 3, 0, 0]]
-    # Of 6 tokens the 6 * 2/3 least probable are masked, then 6 * 1/3: the sure one stays; of 4 tokens 2, then 1.
+    # The 4 least probable of 6 tokens are masked, then 2; of 4 tokens 2, then 1. The certain token stays.
     assert again.eq(4).sum(1).tolist() == [4, 2] and third.eq(4).sum(1).tolist() == [2, 1]
     assert again.tolist()[0] == [2, 11, 30, 4, 4, 4, 4, 3]
     assert best.score >= second.score and best.score == pytest.approx(best.log_prob / len(best.tokens))
@@ -183,7 +183,7 @@ def test_the_doubtful_tokens_are_guessed_again() -> None:
 
 
 @BOTH
-def test_a_sentence_is_translated_alike_in_any_company(recipe: str) -> None:
+def test_a_translation_does_not_depend_on_the_batch(recipe: str) -> None:
     model, data = small(recipe), pairs(6, 9)
     search = MaskPredict(MaskPredictConfig(iterations=4, length_beam=3), model, V)
     together = search.search(data.source_BS)
@@ -196,7 +196,7 @@ def test_a_sentence_is_translated_alike_in_any_company(recipe: str) -> None:
         assert len({len(each.tokens) for each in found}) == 3 and all(len(each.tokens) <= 22 for each in found)
 
 
-def test_it_has_no_order_to_search_in() -> None:
+def test_beam_search_is_refused() -> None:
     model = small("abnet_serial")
     with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
         model.begin()

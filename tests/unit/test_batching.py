@@ -18,7 +18,7 @@ from deepspeed_nmt.errors import ConfigError
 
 
 def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths like a news corpus: gamma-distributed, source and target correlated."""
+    """Return lengths like those of news: gamma-distributed, with source and target correlated."""
     rng = np.random.default_rng(seed)
     target = np.clip(rng.gamma(3.0, mean / 3.0, count), 1, 200).astype(np.int32) + 1
     source = np.clip(target * rng.normal(0.95, 0.15, count), 1, 220).astype(np.int32) + 1
@@ -31,7 +31,7 @@ def test_every_sentence_is_in_exactly_one_update() -> None:
     assert sorted(np.concatenate([plan[u] for u in range(len(plan))])) == list(range(5000))
 
 
-def test_updates_have_the_size_asked_for() -> None:
+def test_updates_have_the_requested_size() -> None:
     source, target = lengths(20000)
     plan = epoch_updates(source, target, seed=1, epoch=0, update_tokens=8192)
     sizes = np.array([target[plan[u]].sum() for u in range(len(plan) - 1)])
@@ -46,8 +46,8 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert not np.array_equal(first.order, epoch_updates(source, target, 2, 0, 2048).order)
 
 
-def test_plan_is_pinned() -> None:
-    """A change here changes every run that is resumed: it must be deliberate."""
+def test_epoch_is_pinned() -> None:
+    """A change of these values changes every resumed run. It must be deliberate."""
     source = np.arange(2, 42, dtype=np.int32)
     plan = epoch_updates(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
     assert plan[0].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
@@ -58,7 +58,7 @@ PINNED_BOUNDS = [0, 3, 8, 11, 15, 27, 29, 31, 34, 40]
 
 
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])
-def test_padding_stays_under_a_tenth_and_size_within_micro_tokens(update: int, micro: int, ranks: int) -> None:
+def test_padding_is_below_a_tenth_and_size_within_micro_tokens(update: int, micro: int, ranks: int) -> None:
     source, target = lengths(60000)
     plan = epoch_updates(source, target, 1, 0, update)
     config = BatchConfig(update_tokens=update, micro_tokens=micro)
@@ -74,7 +74,7 @@ def test_padding_stays_under_a_tenth_and_size_within_micro_tokens(update: int, m
     assert 1 - real / padded <= 0.1
 
 
-def test_the_cut_holds_the_same_sentences_for_any_number_of_ranks() -> None:
+def test_micro_batches_hold_the_sentences_of_the_update_for_any_number_of_ranks() -> None:
     source, target = lengths(3000)
     update = epoch_updates(source, target, 1, 0, 8192)[2]
     for ranks in (1, 2, 3, 8, 64):
@@ -83,7 +83,7 @@ def test_the_cut_holds_the_same_sentences_for_any_number_of_ranks() -> None:
         assert sorted(np.concatenate([g for groups in cut for g in groups])) == sorted(update)
 
 
-def test_ranks_get_like_work_at_the_same_time() -> None:
+def test_simultaneous_micro_batches_of_ranks_have_similar_sizes() -> None:
     source, target = lengths(60000)
     update = epoch_updates(source, target, 1, 0, 32768)[5]
     cut = cut_update(update, source, target, 4, BatchConfig(update_tokens=32768, micro_tokens=4096))
@@ -92,7 +92,7 @@ def test_ranks_get_like_work_at_the_same_time() -> None:
         assert min(sizes) > 0.6 * max(sizes)
 
 
-def test_fewer_sentences_than_ranks_leaves_empty_micro_batches() -> None:
+def test_fewer_sentences_than_ranks_give_empty_micro_batches() -> None:
     source, target = lengths(3)
     cut = cut_update(np.arange(3), source, target, 8, BatchConfig(update_tokens=512, micro_tokens=512))
     assert sorted(len(g) for groups in cut for g in groups)[:5] == [0] * 5
@@ -108,12 +108,12 @@ def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:
         cut_update(np.arange(100), source, target, 1, config)
 
 
-def test_a_tiny_update_is_one_grain() -> None:
+def test_a_grain_is_at_most_an_update() -> None:
     assert grain_tokens(100) == 100 and grain_tokens(4096) == 512
     assert grain_tokens(8192) == 1024 and grain_tokens(100_000) == 2048
 
 
-def test_shares_cover_everything_once() -> None:
+def test_shares_cover_all_items_once() -> None:
     assert [list(r) for r in shares(7, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert [len(r) for r in shares(1, 4)] == [0, 0, 0, 1]
 
@@ -139,10 +139,10 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
             cut = cut_update(plan[update], source, target, ranks, config)
             seen += [size(group) for groups in cut for group in groups]
     assert max(seen) <= 1.05 * largest and largest <= micro_tokens
-    assert largest <= 1.15 * max(seen), "where updates are small it asks for no more than they do"
+    assert largest <= 1.15 * max(seen), "with small updates the expected size is not larger than theirs"
 
 
-def test_of_equally_large_micro_batches_the_longest_is_expected() -> None:
+def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
     target = np.array([10] * 50 + [20] * 25, dtype=np.int32)
     plan = epoch_updates(target, target, 1, 0, 400)
     config = BatchConfig(update_tokens=400, micro_tokens=200)

@@ -1,4 +1,4 @@
-"""Beam search: exact where it must be, the same whatever the batch, and no work for what is done."""
+"""Beam search against exhaustive and greedy search; results do not depend on the batch, and no step is wasted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = [1, 2, 3]
 
 
 def transformer(seed: int, vocab_size: int = 24, sharpness: float = 3.0) -> TranslationModel:
-    """A random Transformer whose predictions are far from uniform and depend on the source."""
+    """Return a random Transformer whose predictions are far from uniform and depend on the source."""
     torch.manual_seed(seed)
     config = TransformerConfig(
         dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=3, share_embeddings="none", dropout=0.3
@@ -56,7 +56,7 @@ def beam_search(model: TranslationModel, **settings: object) -> BeamSearch:
 
 
 def log_probs(model: TranslationModel, source: list[int], prefix: list[int]) -> Tensor:
-    """log p(next token | source, prefix) without any cache. Shape: -> (V,)"""
+    """Compute log p(next token | source, prefix) without a cache. Shape: -> (V,)"""
     memory = model.encode(torch.tensor([source]))
     states = model.decode(torch.tensor([[BOS, *prefix]]), memory)[0]
     result: Tensor = model.projection(states[0, -1]).float().log_softmax(dim=0)
@@ -64,7 +64,7 @@ def log_probs(model: TranslationModel, source: list[int], prefix: list[int]) -> 
 
 
 def teacher_forced(model: TranslationModel, source: list[int], tokens: list[int]) -> float:
-    """log p(tokens EOS | source) in one uncached pass."""
+    """Compute log p(tokens EOS | source) in one uncached pass."""
     states = model.decode(torch.tensor([[BOS, *tokens]]), model.encode(torch.tensor([source])))[0]
     rows = model.projection(states[0]).float().log_softmax(dim=1)
     return float(rows.gather(1, torch.tensor([[*tokens, EOS]]).T).sum())
@@ -72,9 +72,9 @@ def teacher_forced(model: TranslationModel, source: list[int], tokens: list[int]
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("penalty", ["gnmt:0.6", "none", "mean"])
-def test_a_wide_beam_finds_what_exhaustive_search_finds(seed: int, penalty: str) -> None:
+def test_a_wide_beam_equals_exhaustive_search(seed: int, penalty: str) -> None:
     model, (source,) = transformer(seed, vocab_size=6), sources(seed, [5], vocab_size=6)
-    limit = 4  # Tokens with EOS: 1 + 3 + 9 + 27 translations of the three words.
+    limit = 4  # number of tokens with EOS: 1 + 3 + 9 + 27 translations over three words
     divide_by = LengthPenalty.parse(penalty)
     expected = []
     with torch.no_grad():
@@ -108,11 +108,11 @@ def test_beam_1_is_greedy(seed: int) -> None:
         assert [hypothesis.tokens for hypothesis in hypotheses] == [tokens]
         assert hypotheses[0].log_prob == pytest.approx(total, abs=1e-4)
         by_length.add(len(tokens))
-    assert len(by_length) > 1, "a model whose translations are all alike tests nothing"
+    assert len(by_length) > 1, "equal lengths of all translations test nothing"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_cached_scores_are_those_of_teacher_forcing(seed: int) -> None:
+def test_cached_scores_equal_those_of_teacher_forcing(seed: int) -> None:
     model, rows = transformer(seed), sources(seed, [4, 11, 7, 5])
     search = beam_search(model, beam=5, length_penalty="gnmt:0.6")
     penalty = LengthPenalty.parse("gnmt:0.6")
@@ -141,7 +141,7 @@ def test_a_sentence_is_translated_the_same_in_any_batch(seed: int, beam: int) ->
 def test_hypotheses_are_sorted_distinct_and_within_bounds(seed: int) -> None:
     model, rows = transformer(seed, sharpness=1.0), sources(seed, [3, 8, 5])
     with torch.no_grad():
-        # Not probable, but certain: a search that does not forbid them would predict nothing else.
+        # A search that does not forbid these tokens would predict nothing else.
         special = model.projection.weight[3:].abs().sum(dim=0) * 2
         model.projection.weight[PAD] = special
         model.projection.weight[BOS] = -special
@@ -156,7 +156,7 @@ def test_hypotheses_are_sorted_distinct_and_within_bounds(seed: int) -> None:
             assert not {PAD, BOS, EOS} & set(hypothesis.tokens)
 
 
-def test_finished_sentences_leave_and_cross_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_sentences_leave_the_batch_and_cross_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = transformer(1), sources(1, [2, 9, 4, 6, 3, 12])
     step, seen = model.step, []
 
@@ -182,7 +182,7 @@ def test_finished_sentences_leave_and_cross_keys_are_not_copied(monkeypatch: pyt
 
 
 class Bigram(DecodableModel):
-    """p(next token | last token) from a table, whatever the source."""
+    """Model with p(next token | last token) from a table, for any source."""
 
     def __init__(self, table: dict[int, dict[int, float]]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Bigram(DecodableModel):
         return Memory(source_BS.unsqueeze(2).float(), None)
 
     def at_exit(self, name: str) -> DecodableModel:
-        return self  # the only one
+        return self  # the only exit
 
     def begin(self) -> DecoderCache:
         return DecoderCache(0)
@@ -221,13 +221,13 @@ def found(hypotheses: list[Hypothesis]) -> list[tuple[list[int], float]]:
 @pytest.mark.parametrize(
     ("beam", "limit", "expected"),
     [
-        # EOS is third at the first step, so nothing finishes; then both hypotheses do, and that is all.
+        # EOS is third at the first step, so no hypothesis finishes. At the second step both do, and the search ends.
         (2, 9, [([B], 0.36), ([A], 0.3)]),
         (1, 9, [([A], 0.3)]),
-        # Closed by force: at the model's price for EOS.
+        # At the maximum length EOS is appended with its log probability.
         (1, 1, [([], 0.1)]),
         (3, 2, [([B], 0.36), ([A], 0.3), ([], 0.1)]),
-        # Third place of the second step is A A (0.15): it lives on while B and A finish.
+        # A A (0.15) is third at the second step and continues while B and A finish.
         (4, 3, [([B], 0.36), ([A], 0.3), ([], 0.1), ([A, A], 0.09)]),
     ],
 )
@@ -239,7 +239,7 @@ def test_by_hand(beam: int, limit: int, expected: list[tuple[list[int], float]])
     assert [found(hypotheses) for hypotheses in both] == [expected, expected]
 
 
-def test_what_finishes_leaves_a_full_beam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_hypotheses_are_replaced_in_the_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     likely_end = {EOS: 0.6, A: 0.2, B: 0.2}
     model, tokens = Bigram({BOS: {A: 0.6, B: 0.4}, A: likely_end, B: likely_end}).eval(), []
     step = model.step
@@ -250,7 +250,7 @@ def test_what_finishes_leaves_a_full_beam(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(model, "step", spy)
     beam_search(model, beam=3).search(torch.tensor([[A, EOS]]))
-    # Both hypotheses finish at the second step; of their other four extensions three live on.
+    # Both hypotheses finish at the second step; three of their other four extensions continue.
     assert tokens[0] == [BOS]
     assert len(tokens[2]) == 3
     assert set(tokens[2]) <= {A, B}
@@ -273,7 +273,7 @@ def test_the_penalty_decides_between_lengths() -> None:
     assert best("power:3") == [A, A]
 
 
-def test_training_goes_on_after_a_search() -> None:
+def test_a_search_restores_training_mode() -> None:
     model, rows = transformer(1), padded(sources(1, [3, 5]))
     beam_search(model, beam=2).search(rows)
     model.train()
@@ -285,7 +285,7 @@ def test_training_goes_on_after_a_search() -> None:
         beam_search(model).search(rows)
 
 
-def test_no_sentences_no_work() -> None:
+def test_no_sentences() -> None:
     assert beam_search(transformer(1)).search(torch.empty(0, 4, dtype=torch.long)) == []
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_model_is_named() -> None:
 def test_the_vocabulary_is_searched_whole(vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
     logits_RV = torch.randn(300, vocab_size)
-    logits_RV[:40, -12:] += 10.0  # The winners in what the whole blocks leave over.
+    logits_RV[:40, -12:] += 10.0  # the best tokens are after the last whole block
     values, indices = _top(logits_RV, 10)
     expected = logits_RV.topk(10, dim=1)
     assert torch.equal(values.sort(dim=1, descending=True).values, expected.values)

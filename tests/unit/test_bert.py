@@ -1,4 +1,4 @@
-"""Models made of two BERTs: the same numbers as `transformers`, and what each decoder makes of them."""
+"""Models made of two BERTs: the numbers of `transformers`, and the structure of each decoder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def settings(folders: tuple[Path, Path]) -> list[str]:
 
 
 def loaded(recipe: str, folders: tuple[Path, Path], vocabulary: Vocabulary, *more: str) -> Any:
-    """A recipe's model with its BERTs' weights, in eval mode."""
+    """Return the model of a recipe with its BERTs' weights, in eval mode."""
     config = load_config(recipe, settings=[*settings(folders), *more]).resolved()
     model = build_model(config, vocabulary)
     assert model.load_pretrained() == config.model.model_dump().get("pretrained", True)
@@ -62,7 +62,7 @@ def loaded(recipe: str, folders: tuple[Path, Path], vocabulary: Vocabulary, *mor
 
 
 def batch(tokenizer: BertTokenizer) -> Batch:
-    """Two pairs of different lengths."""
+    """Return a batch of two pairs of different lengths."""
     v = tokenizer.vocabulary
     sources = [[*each, v.source.eos] for each in tokenizer.encode_batch(["das alte haus", "ein hund"], "source")]
     targets = tokenizer.encode_batch(["the old house stands", "a dog"], "target")
@@ -72,7 +72,7 @@ def batch(tokenizer: BertTokenizer) -> Batch:
     return batch_of(*padded, ids=[7, 11], pad=v.pad)
 
 
-def test_the_encoder_is_transformers_bert(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+def test_the_encoder_equals_the_bert_of_transformers(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
     model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
     theirs = transformers.BertModel.from_pretrained(folders[0], add_pooling_layer=False).eval()
     mask = data.source_BS.ne(data.pad)
@@ -84,20 +84,20 @@ def test_the_encoder_is_transformers_bert(folders: tuple[Path, Path], tokenizer:
 
 
 def causal(folder: Path) -> Any:
-    """`transformers`' BERT as a language model from left to right."""
+    """Return `transformers`' BERT as a left-to-right language model."""
     config = transformers.BertConfig.from_pretrained(folder, is_decoder=True)
     return transformers.BertLMHeadModel.from_pretrained(folder, config=config).eval()
 
 
 def silence_fusion(model: BertTransformer) -> None:
-    """Have the fusion sub-layers give nothing."""
+    """Make the fusion sub-layers return zero."""
     with torch.no_grad():
         for name, parameter in model.decoder.named_parameters():
             if "cross_residual" in name or "fusion_residual" in name:
                 parameter.zero_()
 
 
-def test_without_its_fusion_a_parallel_decoder_is_a_causal_bert(
+def test_a_parallel_decoder_without_its_fusion_equals_a_causal_bert(
     folders: tuple[Path, Path], tokenizer: BertTokenizer
 ) -> None:
     model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
@@ -126,11 +126,13 @@ def test_the_coordinator_encodes_the_prefix_as_a_causal_bert(
     torch.testing.assert_close(prefix, expected, rtol=0, atol=1e-5)
     assert len(model.decoder.layers) == 4 + 2
     assert model.projection.weight is not model.target_embedding.weight
-    assert torch.equal(model.projection.weight, model.target_embedding.weight), "it starts as a copy"
+    assert torch.equal(model.projection.weight, model.target_embedding.weight), (
+        "the projection is initialized as a copy"
+    )
 
 
-def test_a_parallel_layer_is_equations_7_to_10(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
-    """Written out with `transformers`' own sub-layers, cross-attention being BERT's attention over other states."""
+def test_a_parallel_layer_follows_equations_7_to_10(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    """The equations use the sub-layers of `transformers`. Cross-attention is its attention over other states."""
     model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
     bert_layer = causal(folders[1]).bert.encoder.layer[0]
     torch.manual_seed(3)
@@ -160,7 +162,9 @@ def test_a_parallel_layer_is_equations_7_to_10(folders: tuple[Path, Path], token
     assert data.rows == 2
 
 
-def test_a_serial_layer_is_made_of_two_neighbours(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+def test_a_serial_layer_has_the_weights_of_two_adjacent_layers(
+    folders: tuple[Path, Path], tokenizer: BertTokenizer
+) -> None:
     model = loaded("bert_serial", folders, tokenizer.vocabulary)
     weights = transformers.BertForMaskedLM.from_pretrained(folders[1]).state_dict()
     assert len(model.decoder.layers) == 2
@@ -174,9 +178,7 @@ def test_a_serial_layer_is_made_of_two_neighbours(folders: tuple[Path, Path], to
 
 
 @pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
-def test_step_by_step_it_computes_what_it_does_at_once(
-    recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer
-) -> None:
+def test_cached_steps_equal_one_pass(recipe: str, folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
     model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
     with torch.no_grad():
         memory = model.encode(data.source_BS)
@@ -189,8 +191,8 @@ def test_step_by_step_it_computes_what_it_does_at_once(
 
 
 @pytest.mark.parametrize("recipe", PAPER)
-def test_parameters_are_as_many_as_in_the_paper(recipe: str) -> None:
-    """At bert-base's size. The paper counts both BERTs' poolers, which no translation model uses."""
+def test_parameter_counts_are_those_of_the_paper(recipe: str) -> None:
+    """The BERTs are of bert-base size. The paper also counts their poolers, which no translation model uses."""
     config = load_config(recipe)
     with torch.device("meta"):
         model = build_model(config, Vocabulary(30522, own_source=Vocabulary(31102)))
@@ -199,7 +201,7 @@ def test_parameters_are_as_many_as_in_the_paper(recipe: str) -> None:
     assert abs(trained / 1e6 / PAPER[recipe] - 1.0) < 0.006
 
 
-def test_any_parts_can_be_frozen_together(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+def test_parts_can_be_frozen_in_any_combination(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
     def trained(recipe: str, *parts: str) -> set[str]:
         model = loaded(recipe, folders, tokenizer.vocabulary, f"model.freeze=[{','.join(parts)}]")
         return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -228,7 +230,7 @@ def test_every_trained_weight_has_a_gradient(
         assert (parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)) == parameter.requires_grad, name
 
 
-def test_a_bert_without_its_head_starts_with_a_fresh_one(
+def test_a_bert_without_a_head_gets_a_random_one(
     folders: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = make_bert(tmp_path / "plain", ENGLISH, seed=4, vocab_size=80, head=False)
@@ -239,7 +241,7 @@ def test_a_bert_without_its_head_starts_with_a_fresh_one(
         loaded("abnet_serial", (folders[0], plain), vocabulary)
 
 
-def test_what_cannot_be_loaded_is_named(
+def test_unusable_berts_are_named(
     folders: tuple[Path, Path], tokenizer: BertTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = folders
@@ -273,7 +275,7 @@ def test_what_cannot_be_loaded_is_named(
 
 
 def small(model: Any) -> Any:
-    """The same with a small shape."""
+    """Return a copy of a configuration with a small shape."""
     shape = model.source.model_copy(update={"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 64, "positions": 16})
     return model.model_copy(update={"source": shape, "target": shape})
 
@@ -304,21 +306,23 @@ def small(model: Any) -> Any:
         ),
     ],
 )
-def test_combinations_without_a_meaning_are_refused(words: list[str], message: str) -> None:
+def test_incompatible_settings_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words[0] or None, settings=words[1:])
     assert message in str(caught.value)
 
 
-def test_a_run_goes_on_without_its_berts(tmp_path: Path, folders: tuple[Path, Path]) -> None:
-    """Their shapes are in the run's configuration."""
+def test_a_run_resumes_without_its_berts(tmp_path: Path, folders: tuple[Path, Path]) -> None:
+    """The shapes of the BERTs are in the run's configuration."""
     moved = (copy(folders[0], tmp_path), copy(folders[1], tmp_path))
     begun = load_config("bert_parallel", settings=settings(moved)).resolved()
     for folder in moved:
         shutil.rmtree(folder)
     again = load_config("bert_parallel", settings=[*settings(moved), "model.freeze=[]"])
     found = again.resolved(begun).model.model_dump()
-    assert found == {**begun.model.model_dump(), "freeze": ()}, "what changed is for others to refuse"
+    assert found == {**begun.model.model_dump(), "freeze": ()}, (
+        "resolved() keeps changed settings; other checks refuse them"
+    )
     with pytest.raises(ConfigError, match="there is no folder"):
         again.resolved()
 
@@ -327,7 +331,7 @@ def copy(folder: Path, into: Path) -> Path:
     return Path(shutil.copytree(folder, into / f"copy of {folder.name}"))
 
 
-def test_an_embedding_filled_up_to_a_round_number_is_taken_without_the_rest(
+def test_the_padding_of_an_embedding_is_ignored(
     folders: tuple[Path, Path], tokenizer: BertTokenizer, tmp_path: Path
 ) -> None:
     wide = copy(folders[1], tmp_path)

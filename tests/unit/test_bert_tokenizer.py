@@ -1,4 +1,4 @@
-"""The vocabularies of two BERTs."""
+"""The tokenizer with the vocabularies of two BERTs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def both(berts: tuple[Path, Path]) -> BertTokenizer:
     return BertTokenizer.from_berts(f"{berts[0]},{berts[1]}")
 
 
-def test_special_tokens_keep_their_meanings(both: BertTokenizer) -> None:
+def test_special_tokens_have_their_roles(both: BertTokenizer) -> None:
     v = both.vocabulary
     assert (v.pad, v.unk, v.bos, v.eos, v.mask) == (0, 1, 2, 3, 4)
     assert SPECIAL[v.bos] == "[CLS]" and SPECIAL[v.eos] == "[SEP]"
@@ -35,7 +35,7 @@ def test_special_tokens_keep_their_meanings(both: BertTokenizer) -> None:
     assert both.size == 70
 
 
-def test_each_side_has_its_own(both: BertTokenizer) -> None:
+def test_each_side_has_its_own_vocabulary(both: BertTokenizer) -> None:
     assert both.encode("") == [] == both.encode_batch([""], "target")[0]
     source, target = both.encode("das alte haus"), both.encode_batch(["the old house"], "target")[0]
     assert source[0] == both.vocabulary.source.bos and 2 not in source[1:] and 2 not in target
@@ -55,12 +55,12 @@ def test_references_have_the_form_of_translations(both: BertTokenizer) -> None:
     for line in ["The old House, it's well-known!", "a dog runs ."]:
         assert both.reference(line) == both.decode(both.encode_batch([line], "target")[0])
     assert both.reference("The old house, it's!") == "the old house, it's!"
-    assert both.reference("a Zebra") == "a zebra", "whatever the vocabulary lacks"
+    assert both.reference("a Zebra") == "a zebra", "also with words that the vocabulary lacks"
     unknown = both.encode_batch(["the 猫"], "target")[0]
     assert both.decode([2, *unknown, 3, 0, 4]) == "the ⁇"
 
 
-def test_it_is_saved_and_read_again(both: BertTokenizer, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_restored(both: BertTokenizer, tmp_path: Path) -> None:
     both.save(tmp_path)
     again = open_tokenizer(tmp_path)
     assert isinstance(again, BertTokenizer)

@@ -1,18 +1,20 @@
-"""Checkpoints: written whole or not at all, checked before they are trusted."""
+"""Checkpoints are written completely or not at all, and verified before use."""
 
 from __future__ import annotations
 
 import errno
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from deepspeed_nmt import manifest
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.train import checkpoint as checkpoint_module
 from deepspeed_nmt.train import store as store_module
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.progress import Progress
@@ -20,7 +22,7 @@ from deepspeed_nmt.train.store import CheckpointStore
 
 
 def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterState]:
-    """Three parameters filled with a value; names go to ``seen`` as they are taken."""
+    """Yield three parameters filled with a value, and append their names to ``seen``."""
     for name in ("a", "b.weight", "c"):
         if seen is not None:
             seen.append(name)
@@ -28,8 +30,12 @@ def states(value: float, seen: list[str] | None = None) -> Iterator[ParameterSta
         yield ParameterState(name, torch.full((2, 3), value), moments)
 
 
-def save(store: CheckpointStore, update: int, best: bool = False) -> None:
-    store.save(Progress(update=update, epoch=1, best_score=3.5), EngineScalars(update, 8.0, 2), states(update), best)
+def progress(update: int, best: int = 0) -> Progress:
+    return Progress(update=update, epoch=1, best_score=3.5 if best else None, best_update=best)
+
+
+def save(store: CheckpointStore, update: int, best: int = 0) -> None:
+    store.save(progress(update, best), EngineScalars(update, 8.0, 2), states(update))
 
 
 def damage(store: CheckpointStore, update: int) -> None:
@@ -48,22 +54,22 @@ def newest(store: CheckpointStore) -> Checkpoint:
     return found
 
 
-def test_what_is_saved_comes_back(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_checkpoint_is_restored(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_SHARD_BYTES", 30)  # several shards
     assert store.newest() is None
     save(store, 7)
     found = newest(store)
-    assert found.progress == Progress(update=7, epoch=1, best_score=3.5) and found.scalars == EngineScalars(7, 8.0, 2)
+    assert found.progress == progress(7) and found.scalars == EngineScalars(7, 8.0, 2)
     assert set(found.weights()) == {"a", "b.weight", "c"} and found.resumable
     assert torch.equal(found.weight("b.weight"), torch.full((2, 3), 7.0))
     assert torch.equal(found.moment("c", "exp_avg_sq"), torch.full((2, 3), 1.75))
     assert len(list(found.path.glob("weights-*.safetensors"))) == 3
     kinds = {file.suffix for file in found.path.iterdir()}
-    assert kinds == {".safetensors", ".json"}, "nothing is pickled"
+    assert kinds == {".safetensors", ".json", ".sha256"}, "nothing is pickled"
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 1)
@@ -83,7 +89,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     assert "resuming from update-0000001, because update-0000002 is damaged" in caplog.text
 
 
-def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
+def test_damage_of_all_checkpoints_is_an_error(store: CheckpointStore) -> None:
     save(store, 1)
     (store.directory / "update-0000001" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged \(update-0000001\)"):
@@ -92,16 +98,16 @@ def test_when_none_can_be_trusted_it_says_so(store: CheckpointStore) -> None:
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for update in range(1, 7):
-        save(store, update, best=update == 2)
+        save(store, update, best=2)
     assert store.names() == ["update-0000002", "update-0000004", "update-0000005", "update-0000006"]
     assert store.open("best").progress.update == 2 and store.open("last").progress.update == 6
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), "safetensors"])
-def test_a_full_disk_leaves_what_there_was(
+def test_a_full_disk_keeps_the_existing_checkpoints(
     store: CheckpointStore, error: OSError | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(store, 1, best=True)
+    save(store, 1, best=1)
 
     def full(*_: object) -> None:
         raise store_module.SafetensorError("No space left on device") if isinstance(error, str) else error
@@ -110,20 +116,29 @@ def test_a_full_disk_leaves_what_there_was(
     monkeypatch.setattr(store_module, "_SHARD_BYTES", 1)
     seen: list[str] = []
     with pytest.raises(OSError, match="No space left"):
-        store.save(Progress(update=2), EngineScalars(), states(2.0, seen), best=True)
-    assert seen == ["a", "b.weight", "c"], "other ranks take part in all of it"
+        store.save(progress(2, best=2), EngineScalars(), states(2.0, seen))
+    assert seen == ["a", "b.weight", "c"], "all parameters are read, because other ranks take part"
     assert newest(store).progress.update == 1 and store.open("best").progress.update == 1
     assert sorted(path.name for path in store.directory.iterdir()) == ["best", "latest", "update-0000001"]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
+    for name in (".update-0000003.tmp", ".average.tmp"):  # of an update that this run does not save, and another's
+        (store.directory / name).mkdir(parents=True)
+    save(store, 4)
+    assert sorted(each.name for each in store.directory.glob(".*")) == [".average.tmp"]
+    store.save_average([store.read("update-0000004")])
+    assert not list(store.directory.glob(".*"))
 
 
 def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) -> None:
     for update in (1, 2, 6):
         save(store, update)
-    path = store.save_average([store.directory / name for name in store.names()])
+    path = store.save_average([store.read(name) for name in store.names()])
     average = store.open("average")
     assert average.path == path and not average.resumable
     assert torch.equal(average.weight("a"), torch.full((2, 3), 3.0))
-    assert newest(store).progress.update == 6, "an average is not where training continues"
+    assert newest(store).progress.update == 6, "training does not resume from an average"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +161,9 @@ def test_a_run_without_a_best_checkpoint_names_the_users_option(store: Checkpoin
         store.open("best", "--from-checkpoint")
 
 
-def test_a_damaged_best_checkpoint_names_a_way_out(store: CheckpointStore) -> None:
+def test_the_error_of_a_damaged_best_checkpoint_names_a_remedy(store: CheckpointStore) -> None:
     save(store, 1)
-    save(store, 2, best=True)
+    save(store, 2, best=2)
     damage(store, 2)
     with pytest.raises(CheckpointError, match=r"is damaged; use --checkpoint last, .* or start `train` again"):
         store.open("best")
@@ -156,22 +171,22 @@ def test_a_damaged_best_checkpoint_names_a_way_out(store: CheckpointStore) -> No
 
 def test_a_retrained_update_replaces_a_damaged_checkpoint(store: CheckpointStore) -> None:
     save(store, 1)
-    save(store, 2, best=True)
+    save(store, 2, best=2)
     damage(store, 2)
-    save(store, 2)
+    save(store, 2, best=2)
     assert newest(store).progress.update == 2 and store.open("best").progress.update == 2
 
 
-def test_a_good_checkpoint_is_kept_only_if_it_is_the_same(store: CheckpointStore) -> None:
+def test_an_intact_checkpoint_is_replaced_only_if_it_differs(store: CheckpointStore) -> None:
     save(store, 2)
     before = (store.directory / "update-0000002").stat().st_ino
     save(store, 2)
     assert (store.directory / "update-0000002").stat().st_ino == before
-    store.save(Progress(update=2, train_seconds=9.0), EngineScalars(), states(5.0), best=False)
+    store.save(Progress(update=2, train_seconds=9.0), EngineScalars(), states(5.0))
     assert torch.equal(newest(store).weight("a"), torch.full((2, 3), 5.0))
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_displace_an_intact_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 8)
     damage(store, 8)
@@ -180,18 +195,18 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path)
     assert newest(store).progress.update == 6 and store.names() == ["update-0000006", "update-0000008"]
 
 
-def test_skipped_updates_do_not_push_out_what_a_run_rolls_back_to(tmp_path: Path) -> None:
+def test_skipped_updates_do_not_displace_the_checkpoint_of_a_rollback(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     save(store, 1)
     save(store, 2)
     for skipped, update in enumerate((3, 4, 5), 1):
-        store.save(Progress(update=update, skipped=skipped), EngineScalars(2), states(2), best=False)
+        store.save(Progress(update=update, skipped=skipped), EngineScalars(2), states(2))
     assert store.names() == ["update-0000002", "update-0000005"]
     save(store, 6)
     assert store.names() == ["update-0000006"], "the streak is over"
 
 
-def test_only_sizes_are_compared_of_what_another_rank_has_hashed(store: CheckpointStore) -> None:
+def test_files_hashed_by_another_rank_are_checked_by_size(store: CheckpointStore) -> None:
     save(store, 1)
     file = store.directory / "update-0000001" / "weights-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -201,42 +216,141 @@ def test_only_sizes_are_compared_of_what_another_rank_has_hashed(store: Checkpoi
         Checkpoint(file.parent, verify=False)
 
 
-def test_the_manifest_tells_which_file_holds_what(store: CheckpointStore) -> None:
+def test_the_manifest_lists_the_tensors_of_each_file(store: CheckpointStore) -> None:
     save(store, 1)
-    manifest = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
-    assert manifest["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
-    assert len(manifest["files"]["weights-00001.safetensors"]["sha256"]) == 64
+    content = json.loads((store.directory / "update-0000001" / "manifest.json").read_text())
+    assert content["weights"] == {"weights-00001.safetensors": ["a", "b.weight", "c"]}
+    assert len(content["files"]["weights-00001.safetensors"]["sha256"]) == 64
 
 
 def test_a_run_can_be_rewound_to_an_older_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for update in (1, 2, 4):
-        save(store, update, best=update == 4)
+        save(store, update, best=4 if update == 4 else 1)
     found = store.newest(until=3)
     assert found is not None and found.progress.update == 2 and store.newest(until=0) is None
-    for place in (7, 8):  # and again
-        store.rewind(found, Progress(update=2, epoch_update=place, best_update=1))
+    for place in (7, 8):  # twice
+        store.rewind(found, replace(progress(2, best=1), epoch_update=place))
         found = newest(store)
         assert found.path.name == "update-0000002" and found.progress.epoch_update == place
-        assert found.scalars == EngineScalars(2, 8.0, 2), "all but the place is as it was"
+        assert found.scalars == EngineScalars(2, 8.0, 2), "only the position changes"
         assert torch.equal(found.weight("a"), torch.full((2, 3), 2.0))
     assert store.names() == ["update-0000001", "update-0000002"]
     assert store.open("last").progress.update == 2 and store.open("best").progress.update == 1
     save(store, 4)
-    assert newest(store).progress.epoch_update == 0, "written anew"
+    assert newest(store).progress.epoch_update == 0, "the checkpoint is written again"
 
 
-def test_rewinding_that_fails_leaves_what_there_was(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rewind_changes_nothing(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(store, 1)
-    write, calls = checkpoint_module.atomic_write_text, []
+    write, calls = manifest.atomic_write_bytes, []
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, content: bytes) -> None:
         calls.append(path.name)
-        if path.name == "manifest.json":
+        if len(calls) == failing:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, text)
+        write(path, content)
 
-    monkeypatch.setattr(checkpoint_module, "atomic_write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        store.rewind(newest(store), Progress(update=1, epoch_update=7))
-    assert calls[0].startswith("state-") and newest(store).progress.epoch == 1
+    monkeypatch.setattr(manifest, "atomic_write_bytes", full)
+    for failing in (1, 2, 3):
+        calls.clear()
+        with pytest.raises(OSError, match="No space left"):
+            store.rewind(newest(store), Progress(update=1, epoch_update=7))
+        assert newest(store).progress.epoch_update == (7 if failing == 3 else 0), "the old one or the new one"
+    assert calls == ["manifest.json.sha256", "manifest.json", "manifest.json.sha256"]
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    """Change a manifest, and give it the hash that it then has."""
+    file = directory / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    manifest.adopt_record(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": {"weights-00001.safetensors": ["a", "z", "c"]}}, "names other tensors than weights-00001"),
+        ({"weights": {"../../x.safetensors": ["a"]}}, r"weights.../../x.safetensors"),
+        ({"weights": {"/etc/passwd": ["a"]}}, "/etc/passwd"),
+        ({"files": {}}, "moments-00001.safetensors has no hash"),
+        ({"format": 99}, "format is not"),
+        ({"more": 1}, "more is not"),
+        ({"run": "run.json"}, "run.json has no hash"),
+        ({"state": "/dev/zero"}, "state is not"),
+    ],
+)
+def test_a_checkpoint_with_a_bad_manifest_is_passed_over(
+    store: CheckpointStore, changes: dict[str, Any], message: str
+) -> None:
+    save(store, 1)
+    save(store, 2)
+    edit(store.directory / "update-0000002", **changes)
+    assert newest(store).progress.update == 1
+    with pytest.raises(CheckpointError, match=message):
+        store.read("update-0000002")
+
+
+@pytest.mark.parametrize("harm", ["other manifest", "no hash", "renamed", "not a state"])
+def test_a_manifest_is_checked_itself(store: CheckpointStore, harm: str) -> None:
+    save(store, 1)
+    save(store, 2)
+    directory = store.directory / "update-0000002"
+    file = directory / "manifest.json"
+    if harm == "other manifest":
+        file.write_text(file.read_text().replace("b.weight", "b.height"))
+    elif harm == "no hash":
+        (directory / "manifest.json.sha256").unlink()
+    elif harm == "renamed":
+        directory.rename(store.directory / "update-0000003")
+    else:
+        (directory / "state.json").write_text('{"progress": {"update": "x"}, "engine": {}}')
+        record = manifest.FileRecord.of(directory / "state.json").model_dump()
+        edit(directory, files={**json.loads(file.read_text())["files"], "state.json": record})
+    assert newest(store).progress.update == 1
+
+
+def test_a_checkpoint_of_an_older_version_is_adopted_once(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 1)
+    file = store.directory / "update-0000001" / "manifest.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({name: content[name] for name in ("weights", "moments", "files")} | {"format": 1}))
+    file.with_name("manifest.json.sha256").unlink()
+    for _ in range(2):
+        assert newest(store).progress.update == 1
+    assert caplog.text.count("has no hash of its manifest, because an older version wrote it") == 1
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(CheckpointError, match="does not match its hash"):
+        store.read("update-0000001")
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff\x00", b"../elsewhere", b"update-0000009", None])
+def test_pointers_are_rebuilt_from_the_checkpoints(store: CheckpointStore, junk: bytes | None) -> None:
+    save(store, 1, best=1)
+    (store.directory / "update-junk").mkdir()
+    for update in range(2, 7):
+        for pointer in ("best", "latest"):
+            (store.directory / pointer).unlink()
+            if junk is not None:
+                (store.directory / pointer).write_bytes(junk)
+        assert store.open("best").progress.update == 1 and store.open("last").progress.update == update - 1
+        save(store, update, best=1)
+    assert (store.directory / "best").read_text() == "update-0000001\n"
+    assert (store.directory / "latest").read_text() == "update-0000006\n"
+
+
+def test_a_pointer_that_cannot_be_written_does_not_stop_a_save(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    (store.directory / "best").mkdir(parents=True)
+    save(store, 1, best=1)
+    assert store.open("best").progress.update == 1 and "best could not be written" in caplog.text
+
+
+def test_the_best_checkpoint_is_the_one_before_if_the_best_could_not_be_written(store: CheckpointStore) -> None:
+    save(store, 1, best=1)
+    for update in range(3, 8):  # update 2 was better
+        save(store, update, best=2)
+    assert store.open("best").progress.update == 1

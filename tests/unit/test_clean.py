@@ -1,4 +1,4 @@
-"""Cleaning: every reason removes what it should, nothing else, and counts it."""
+"""Cleaning: each reason removes and counts the right pairs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_faulty_pair_is_removed_and_counted_under_its_reason(source: bytes, targ
     assert (cleaner.read, cleaner.kept) == (3, 2)
 
 
-def test_odd_characters_that_are_not_faults_stay() -> None:
+def test_unusual_but_valid_characters_are_kept() -> None:
     texts = ["naïve “quotes” – 日本語", "emoji 👩‍👩‍👧 stays", "soft\u00adhyphen", "e\u0301"]
     kept, cleaner = _clean(*((text.encode(), b"x") for text in texts))
     assert [source for source, _ in kept] == texts
@@ -51,17 +51,17 @@ def test_only_newline_ends_a_line(tmp_path: Path) -> None:
     path.write_bytes("\ufeffa\u2028b\r\nc\x85d\u0085e\x0bf\n\nlast".encode())
     lines = list(read_lines([path, path]))
     assert [line.decode() for line in lines[:4]] == ["a\u2028b", "c\x85d\u0085e\x0bf", "", "last"]
-    assert len(lines) == 8, "the last line of a file without a line end must not run into the next file"
+    assert len(lines) == 8, "a last line without a line feed must not be joined with the next file"
     assert normalise_whitespace(lines[0].decode()) == "a b"
 
 
-def test_white_space_is_normalised_but_segmented_tokens_are_not_cut() -> None:
+def test_white_space_is_normalised_but_segmented_tokens_are_not_split() -> None:
     text = "  10\u00a0000 \t a@@ b\u2028c "
     assert normalise_whitespace(text) == "10 000 a@@ b c"
     assert normalise_whitespace(text, segmented=True) == "10\u00a0000 a@@ b\u2028c"
 
 
-def test_duplicates_keep_their_first_and_are_recognised_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_duplicates_is_kept_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_nmt.data.clean._DUPLICATE_CHUNK", 7)
     rng = np.random.default_rng(5)
     numbers = rng.integers(0, 60, 500).tolist()
@@ -72,7 +72,7 @@ def test_duplicates_keep_their_first_and_are_recognised_across_chunks(monkeypatc
     assert len(_clean(*pairs, keep_duplicates=True)[0]) == 500
 
 
-def test_a_duplicate_is_the_same_pair_after_white_space() -> None:
+def test_duplicates_are_recognised_after_normalisation_of_white_space() -> None:
     kept, _ = _clean((b"a  b", b"c"), (b"a b ", b"c"), (b"a b", b"d"), (b"a", b"b c"))
     assert kept == [("a b", "c"), ("a b", "d"), ("a", "b c")]
 

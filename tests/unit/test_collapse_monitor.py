@@ -1,4 +1,4 @@
-"""When the collapse monitor speaks."""
+"""Measurements and warnings of the collapse monitor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import random_corpus
 
 
 class _Fixed(Replica):
-    """A model that is what it is, without an engine."""
+    """Replica that returns a fixed model, without an engine."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
@@ -40,7 +40,7 @@ def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=2, dropout=0.3)
     vocabulary = Vocabulary(50)
     model = build_transformer(config, vocabulary)
-    with torch.no_grad():  # cross-attention that says nothing: whatever the source, the same prediction
+    with torch.no_grad():  # predictions do not depend on the source
         for layer in model.decoder.layers:
             layer.cross_attention.out_proj.weight.zero_()
     return CollapseMonitor(
@@ -53,19 +53,19 @@ def monitor(tmp_path: Path, **settings: object) -> CollapseMonitor:
     )
 
 
-def test_a_decoder_without_ears_has_no_reliance(tmp_path: Path) -> None:
+def test_a_decoder_without_cross_attention_has_no_reliance(tmp_path: Path) -> None:
     values = monitor(tmp_path)(500)
     assert abs(values[RELIANCE]) < 1e-6
     assert values["collapse/cross_share/layer_01"] == 0.0 and values[NLL] > 3.0
 
 
-def test_every_sentence_gets_another_ones_source(tmp_path: Path) -> None:
+def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:
     other = monitor(tmp_path)._other_source
     assert len(other) == 25 and sorted(other) == sorted(other.values())
     assert all(sentence != source for sentence, source in other.items())
 
 
-def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
+def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     judge = monitor(tmp_path).judge
@@ -75,7 +75,7 @@ def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
     for update, values in ((100, low), (200, low), (300, good), (400, low)):
         bad, fatal = judge(update, values, bad)
         assert not fatal
-    assert not caplog.messages, "in grace, then never twice in a row"
+    assert not caplog.messages, "no warning in the grace period, nor without two bad measurements in a row"
     assert judge(500, low, bad) == (2, "")
     assert "update 500: the decoder ignores its source" in caplog.messages[0]
     assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
@@ -85,25 +85,25 @@ def test_it_speaks_after_grace_and_patience_and_again_if_it_goes_on(
     assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
-def test_it_can_stop(tmp_path: Path) -> None:
+def test_it_can_stop_the_run(tmp_path: Path) -> None:
     judge = monitor(tmp_path, action="stop", patience=1, grace=7).judge
     bad, fatal = judge(8, {RELIANCE: 0.0, NLL: 1.0}, 0)
     assert bad == 1 and fatal.startswith("update 8: the decoder ignores its source")
 
 
-def test_started_again_it_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
+def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
     judge = monitor(tmp_path, action="stop", patience=3).judge
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
     assert [bool(judge(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
     assert judge(500, good, 4) == (0, "")
 
 
-def test_when_it_is_due(tmp_path: Path) -> None:
+def test_it_measures_at_every_kth_update(tmp_path: Path) -> None:
     assert [update for update in range(1, 12) if monitor(tmp_path, every=5).due(update)] == [5, 10]
     assert not monitor(tmp_path, every=0).due(500)
 
 
-def test_the_replica_asks_an_engine_once_for_an_update() -> None:
+def test_the_replica_copies_the_parameters_once_for_an_update() -> None:
     class Counting(Engine):
         device = torch.device("cpu")
         asked = 0

@@ -1,4 +1,4 @@
-"""Configuration: layers, strictness, messages, recipes."""
+"""Configuration: precedence, validation, messages, recipes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from tests.support import ROOT
 
 
 def problems(*settings: str, recipe: str | None = None) -> list[str]:
-    """The sentences that the settings are refused with."""
+    """Return the messages with which settings are refused."""
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, settings=settings)
     return caught.value.problems
 
 
-def test_layers_override_one_another(tmp_path: Path) -> None:
+def test_precedence_of_recipe_file_and_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("optimizer: {lr: 1e-3}\nmodel: {dropout: 0.2}\n")
     config = load_config("transformer_big", file, ["model.dropout=0.4"])
     assert isinstance(config.model, TransformerConfig)
-    assert config.model.dim == 1024 and config.model.encoder_layers == 6, "from the recipe and what it extends"
+    assert config.model.dim == 1024 and config.model.encoder_layers == 6, (
+        "from the recipe and the one that it extends"
+    )
     assert config.optimizer.lr == 1e-3, "from the file, over the recipe"
     assert config.model.dropout == 0.4, "from the command line, over all"
     assert config.optimizer.beta2 == 0.98
@@ -54,7 +56,7 @@ def _tail(key: str) -> str:
     return problems(f"{key}=2")[0].split("'", 2)[2]
 
 
-def test_wrong_types_and_ranges_say_what_is_required_and_what_is_there() -> None:
+def test_errors_of_types_and_ranges_name_the_required_and_the_given_value() -> None:
     assert problems("model.dim=wide") == ["model.dim must be a whole number, but is 'wide'"]
     assert problems("optimizer.lr=-1") == ["optimizer.lr must be greater than 0, but is -1"]
     assert problems("model=3") == ["model must be a section with keys, but is 3"]
@@ -79,11 +81,11 @@ def test_unknown_names_get_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize("text", ["7e-4", "0.0007", "7.0e-4"])
-def test_numbers_are_numbers(text: str) -> None:
+def test_floats_in_any_notation(text: str) -> None:
     assert load_config(settings=[f"optimizer.lr={text}"]).optimizer.lr == 7e-4
 
 
-def test_parts_of_an_objective_come_and_go_by_name() -> None:
+def test_parts_of_an_objective_are_added_and_removed_by_name() -> None:
     config = load_config("deep_decoder_base_30", settings=["objective.ald=null", "objective.ddr.weight=5"])
     assert set(config.objective) == {"label_smoothed", "ddr"}
     assert config.objective["ddr"].model_dump()["weight"] == 5.0
@@ -97,7 +99,7 @@ def test_parts_of_an_objective_come_and_go_by_name() -> None:
     ]
 
 
-def test_combinations_without_a_meaning_are_refused_naming_both_settings() -> None:
+def test_incompatible_settings_are_refused_by_name() -> None:
     (sentence,) = problems("objective.ddr.weight=1", "objective.r_drop.weight=1")
     assert "objective.ddr and objective.r_drop" in sentence
     assert load_config(settings=["objective.ddr.weight=1", "objective.r_drop.weight=0"])
@@ -122,7 +124,7 @@ def test_exits_that_do_not_exist_are_refused() -> None:
     assert "must be all, or AxB" in problems(many[0], "objective.multi_softmax.exits=two")[0]
 
 
-def test_a_setting_of_another_name_says_which() -> None:
+def test_a_setting_of_another_component_names_that_component() -> None:
     assert problems("model.encoder_loops=2") == [
         "model.encoder_loops is a setting of model.name=recurrent only; set that, too, or leave it out"
     ]
@@ -146,20 +148,20 @@ def test_weights_that_train_nothing_are_refused() -> None:
     assert load_config(settings=[*small, weights + "={1-2: 0}"])
 
 
-def test_exits_that_yaml_takes_for_a_number() -> None:
+def test_exits_that_yaml_parses_as_a_number() -> None:
     (sentence,) = problems("objective.label_smoothed=null", "objective.multi_softmax.exits=0x2")
     assert "objective.multi_softmax.exits must be all, or a string AxB such as 2x2" in sentence
     assert "but is 2 in YAML" in sentence
 
 
-def test_keys_of_any_type_are_refused_in_words(tmp_path: Path) -> None:
+def test_keys_of_any_type_are_refused_with_a_message(tmp_path: Path) -> None:
     file = tmp_path / "odd.yaml"
     file.write_text("3: {a: 1}\n")
     with pytest.raises(ConfigError, match=r"there is no setting '3\.a'"):
         load_config(file=file)
 
 
-def test_settings_may_stand_on_both_sides_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_may_precede_and_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "model.dim=32", "--recipe", "sample_small", "model.ffn_dim=64", "--json"]
     assert main(words) == 0
     small = json.loads(capsys.readouterr().out)["parameters"]
@@ -177,7 +179,7 @@ def test_unreadable_yaml_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_recipes_load_and_come_back_from_yaml(name: str, tmp_path: Path) -> None:
+def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
@@ -214,7 +216,7 @@ def test_plan_counts_the_papers_parameters(
 
 
 @pytest.mark.parametrize("name", sweeps())
-def test_every_point_of_a_sweep_is_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_point_of_a_sweep_is_a_valid_configuration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     points = load_sweep(name)
     assert len(points) > 3
     configs = [load_config(recipe, settings=settings).to_yaml() for recipe, settings in points]

@@ -1,4 +1,4 @@
-"""The memory-mapped corpus gives back what was written, and notices damage. Also the files' helpers."""
+"""The memory-mapped corpus: round trip and detection of damage; helpers for files."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sides_of_different_length(tmp_path: Path) -> None:
         Corpus(tmp_path, "train")
 
 
-def test_atomic_write_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atomic_write_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     atomic_write_text(path, "old ü\n")
     assert path.read_bytes() == "old ü\n".encode()

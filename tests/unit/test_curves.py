@@ -1,4 +1,4 @@
-"""The logs of runs, read and drawn."""
+"""Reading and drawing the logs of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def damaged(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_lines_that_are_no_entries_are_skipped(damaged: Path) -> None:
+def test_invalid_lines_are_skipped(damaged: Path) -> None:
     curves = RunCurves(damaged)
     assert (curves.updates, curves.tokens) == (3, 300.0)
     assert curves.curve("valid/bleu").values == [1.0, 2.0, 3.0]
@@ -46,7 +46,7 @@ def test_a_report_of_a_damaged_log(damaged: Path, capsys: pytest.CaptureFixture[
     assert "--out must be a file" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_a_damaged_log(damaged: Path) -> None:
+def test_a_run_continues_a_damaged_log(damaged: Path) -> None:
     with Metrics(damaged, True, 2, 9) as metrics:
         metrics.log(3, {"valid/bleu": 5.0})
     lines = (damaged / METRICS_FILE).read_text(encoding="utf-8").splitlines()
@@ -68,6 +68,6 @@ def test_a_picture_goes_where_matplotlib_writes_it(tmp_path: Path, name: str) ->
         ("", "must be a file, but .* is a directory"),
     ],
 )
-def test_what_no_picture_can_be_written_to_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_invalid_paths_of_pictures_are_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_picture(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Cross-attention drop, DDR, R-Drop and ALD against direct transcriptions of their formulas, in float64."""
+"""Cross-attention drop, DDR, R-Drop and ALD against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def log_p(module: Transformer, states_BTD: Tensor) -> Tensor:
 # Cross-attention drop.
 
 
-def test_each_layer_is_skipped_as_often_as_its_rate_says_and_runs_its_other_sublayers() -> None:
-    """E over coins: p_l [self, ffn] + (1 - p_l) [self, cross, ffn] (section 3.3)."""
+def test_cross_attention_is_skipped_at_its_rate_and_other_sublayers_are_not() -> None:
+    """The expectation over draws is p_l [self, ffn] + (1 - p_l) [self, cross, ffn] (section 3.3)."""
     drop = CrossAttentionDropConfig(drop_depth=1, drop_ratio=0.7)
     layer = model(drop, layers=2).decoder.layers[0].train()
     assert isinstance(layer, CrossAttentionDropLayer)
@@ -83,21 +83,21 @@ def test_each_layer_is_skipped_as_often_as_its_rate_says_and_runs_its_other_subl
     assert sum(kinds) / 4000 == pytest.approx(0.7, abs=4 * math.sqrt(0.21 / 4000))
 
 
-def test_coins_differ_between_layers_passes_and_updates_and_come_from_no_generator() -> None:
+def test_draws_differ_between_layers_passes_and_updates_and_use_no_generator() -> None:
     purpose = randomness.Purpose.CROSS_ATTENTION_DROP
-    coins = {
-        (update, layer, number): coin
+    draws = {
+        (update, layer, number): draw
         for update in (1, 2)
         for layer in (1, 2)
-        for number, coin in enumerate(Draw(9, update, (0, 1, 2)).uniform(purpose, layer))
+        for number, draw in enumerate(Draw(9, update, (0, 1, 2)).uniform(purpose, layer))
     }
-    assert len(set(coins.values())) == 12
+    assert len(set(draws.values())) == 12
     torch.manual_seed(99)
-    assert Draw(9, 2, (1,)).uniform(purpose, 2) == [coins[2, 2, 1]]
+    assert Draw(9, 2, (1,)).uniform(purpose, 2) == [draws[2, 2, 1]]
 
 
-def test_passes_in_one_batch_are_as_passes_alone() -> None:
-    """Each block of rows follows its own coins; what a pass computes does not depend on its neighbours."""
+def test_passes_in_one_batch_equal_separate_passes() -> None:
+    """Each pass is a block of rows with its own draws, and does not depend on the other passes."""
     module = model(CrossAttentionDropConfig(drop_depth=4, drop_ratio=0.5, beyond=0.5)).train()
     data = batch()
     memory = module.encode(data.source_BS)
@@ -112,7 +112,7 @@ def test_passes_in_one_batch_are_as_passes_alone() -> None:
     assert len(seen) == 36
 
 
-def test_a_rate_of_one_has_no_cross_attention_at_all() -> None:
+def test_a_rate_of_one_removes_cross_attention() -> None:
     module = model(CrossAttentionDropConfig(drop_depth=2, drop_ratio=1.0)).eval()
     names = [name for name, _ in module.named_parameters() if "cross" in name]
     assert names and not any(name.startswith(("decoder.layers.0", "decoder.layers.1")) for name in names)
@@ -121,7 +121,7 @@ def test_a_rate_of_one_has_no_cross_attention_at_all() -> None:
     assert [layer.cross is None for layer in cache.layers] == [True, True, False, False]
 
 
-def test_neutral_settings_are_vanilla_to_the_bit() -> None:
+def test_neutral_settings_equal_vanilla_to_the_bit() -> None:
     torch.manual_seed(3)
     config = TransformerConfig(dim=16, ffn_dim=32, heads=2, encoder_layers=1, decoder_layers=4, dropout=0.1)
     vanilla = build_transformer(config, V).double()
@@ -145,7 +145,7 @@ def test_neutral_settings_are_vanilla_to_the_bit() -> None:
 
 
 def test_a_dropped_layers_moments_decay_as_under_a_zero_gradient() -> None:
-    """Not None: Adam would leave the layer's moments and weights alone, and go on from stale ones."""
+    """The gradient is zero, not None: with None, Adam would skip the layer and keep stale moments."""
     drop = CrossAttentionDropConfig(drop_depth=1, drop_ratio=0.999)
     module = model(drop, layers=2).float()
     parameter = module.decoder.layers[0].cross_attention.out_proj.weight
@@ -161,14 +161,14 @@ def test_a_dropped_layers_moments_decay_as_under_a_zero_gradient() -> None:
         before = parameter.detach().clone()
         engine.update([batch(kept + later)], 9, 0.01)
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], moment * 0.9**later)
-        assert not torch.equal(parameter, before), "its momentum still moves it"
+        assert not torch.equal(parameter, before), "momentum still updates it"
 
 
 # DDR and R-Drop.
 
 
 @pytest.mark.parametrize("encode_twice", [False, True])
-def test_consistency_is_the_papers_formula(encode_twice: bool) -> None:
+def test_consistency_follows_the_formula_of_the_paper(encode_twice: bool) -> None:
     """1/2 (NLL_1 + NLL_2) + lambda/2 [KL(P1||P2) + KL(P2||P1)] per target token, gradients included."""
     drop = CrossAttentionDropConfig(drop_depth=4, drop_ratio=0.5, beyond=0.5)
     module, data = model(drop).train(), batch(update=2)
@@ -184,7 +184,7 @@ def test_consistency_is_the_papers_formula(encode_twice: bool) -> None:
         return log_p(module, module.decode(data.target_input_BT, memory, Draw(5, 2, (number,)))[0])
 
     first, second = direct(0), direct(1)
-    assert not torch.allclose(first, second), "different coins"
+    assert not torch.allclose(first, second), "the passes have different draws"
     real = data.target_output_BT != 0
     nll = [-x.gather(2, data.target_output_BT.unsqueeze(2)).squeeze(2)[real].sum() for x in (first, second)]
     p, q = first.exp(), second.exp()
@@ -215,13 +215,13 @@ def test_ddr_encodes_once_and_r_drop_twice(encode_twice: bool, rows: int, monkey
 # ALD.
 
 
-def test_masked_sources_lose_the_papers_fractions_and_no_special_token() -> None:
-    term = ALD(ALDConfig(p_ald=0.4), V)
+def test_sources_are_masked_at_the_rates_of_the_paper_without_special_tokens() -> None:
+    ald = ALD(ALDConfig(p_ald=0.4), V)
     length = 50
     source = torch.arange(4, 36).repeat(2)[:length].repeat(400, 1)
     source = torch.cat([source, torch.full((400, 1), V.eos), torch.zeros(400, 3, dtype=torch.long)], dim=1)
     data = replace(batch(), source_BS=source, sentence_ids_B=torch.arange(400))
-    fuller, emptier = term.mask(data)
+    fuller, emptier = ald.mask(data)
     lost_fuller, lost_emptier = ((x == V.unk) for x in (fuller, emptier))
     assert torch.equal(fuller[~lost_fuller], source[~lost_fuller])
     assert torch.equal(emptier[~lost_emptier], source[~lost_emptier])
@@ -231,26 +231,26 @@ def test_masked_sources_lose_the_papers_fractions_and_no_special_token() -> None
     gamma = counts.double() / length
     assert gamma.min() >= 0.0 and gamma.max() <= 0.4
     assert gamma.mean().item() == pytest.approx(0.2, abs=0.02) and len(set(counts.tolist())) > 15
-    # Every position is as likely to go as the others.
+    # All positions are equally likely to be masked.
     share = lost_fuller[:, :length].double().mean(0)
     assert (share - 0.2).abs().max().item() < 0.1
     expected = [0.4 * randomness.uniform(5, randomness.Purpose.MASK_RATIO, 1, i, 0) for i in range(400)]
     assert counts.tolist() == [round(x * length) for x in expected]
 
 
-def test_what_is_masked_follows_the_sentence_wherever_it_stands() -> None:
-    term, data = ALD(ALDConfig(), V), batch()
+def test_the_mask_of_a_sentence_does_not_depend_on_its_row() -> None:
+    ald, data = ALD(ALDConfig(), V), batch()
     turned = replace(
         data,
         source_BS=torch.nn.functional.pad(data.source_BS.flip(0), (0, 2)),
         sentence_ids_B=data.sentence_ids_B.flip(0),
     )
-    for one, other in zip(term.mask(data), term.mask(turned), strict=True):
+    for one, other in zip(ald.mask(data), ald.mask(turned), strict=True):
         assert torch.equal(one, other.flip(0)[:, :6])
-    assert not torch.equal(term.mask(data)[1], term.mask(replace(data, update=replace(data.update, number=7)))[1])
+    assert not torch.equal(ald.mask(data)[1], ald.mask(replace(data, update=replace(data.update, number=7)))[1])
 
 
-def test_contrast_is_infonce_with_two_candidates() -> None:
+def test_the_contrastive_loss_is_infonce_with_two_candidates() -> None:
     torch.manual_seed(4)
     whole, fuller, emptier = (torch.randn(7, 16, dtype=torch.float64) for _ in range(3))
     for row, value in enumerate(contrastive_loss(whole, fuller, emptier, 0.1)):
@@ -265,7 +265,7 @@ def test_sentence_state_is_the_mean_over_real_positions() -> None:
     real = torch.tensor([[True, True, False], [False, False, False]])
     means = sentence_states(states, real)
     torch.testing.assert_close(means[0], states[0, :2].mean(0))
-    assert not means[1].any(), "nothing, not NaN, where nothing is real"
+    assert not means[1].any(), "zero, not NaN, for a sentence of padding"
 
 
 def test_ald_is_averaged_over_the_updates_sentences() -> None:
@@ -286,7 +286,7 @@ def test_ald_is_averaged_over_the_updates_sentences() -> None:
     assert not output.metrics["ald"].requires_grad
 
 
-def test_terms_run_in_every_so_manieth_update_and_share_one_decoder_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regularizers_run_at_every_kth_update_and_share_one_decoder_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = model().train(), []
     decode = module.decode
     monkeypatch.setattr(module, "decode", lambda t, *rest: (calls.append(t.shape[0]), decode(t, *rest))[1])
@@ -297,7 +297,7 @@ def test_terms_run_in_every_so_manieth_update_and_share_one_decoder_call(monkeyp
     assert reported == [{"divergence"}, {"divergence"}, {"divergence", "ald"}]
 
 
-def test_passes_hand_back_the_states_of_each() -> None:
+def test_passes_return_the_states_of_each_pass() -> None:
     module, data = model().train(), batch()
     passes = Passes(module, data)
     other = passes.add_source(data.source_BS.flip(0))

@@ -1,4 +1,4 @@
-"""Deep-shallow decoding and ensembles against what they are defined as."""
+"""Deep-shallow decoding and ensembles against their definitions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def log_prob(model: TranslationModel, row: int, tokens: list[int]) -> float:
     return sum(log_p[t, token].item() for t, token in enumerate([*tokens, V.eos]))
 
 
-def test_mean_log_probs_are_those_of_one_sentence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_log_probs_equal_those_of_single_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed_nmt.search.deep_shallow._LOGITS_AT_ONCE", 200)
     model = plain(1)
     candidates = [[(4, 5, 6), ()], [(9,)], [(4,), (5, 5), (6, 7, 8, 9)]]
@@ -55,7 +55,7 @@ def test_mean_log_probs_are_those_of_one_sentence_at_a_time(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8])
-def test_the_best_of_the_union_wins_by_the_papers_total(alpha: float) -> None:
+def test_the_best_hypothesis_of_both_nets_is_chosen_by_the_total_score(alpha: float) -> None:
     model = grown()
     deep, shallow = model, model.at_exit("shallow")
     config = DeepShallowConfig(beam=3, alpha=alpha, max_length_ratio=1.0, max_length_extra=3)
@@ -64,7 +64,7 @@ def test_the_best_of_the_union_wins_by_the_papers_total(alpha: float) -> None:
         BeamSearch(BeamConfig(beam=3, max_length_ratio=1.0, max_length_extra=3), net, V).search(SOURCE)
         for net in (deep, shallow)
     ]
-    assert any(d[0].tokens != s[0].tokens for d, s in zip(*beams, strict=True)), "the nets disagree"
+    assert any(d[0].tokens != s[0].tokens for d, s in zip(*beams, strict=True)), "the nets must disagree"
     for row in range(3):
         totals: dict[tuple[int, ...], float] = {}
         for own, other, beam in ((deep, shallow, beams[0][row]), (shallow, deep, beams[1][row])):
@@ -78,7 +78,7 @@ def test_the_best_of_the_union_wins_by_the_papers_total(alpha: float) -> None:
         assert found[row][0].score == max(h.score for h in found[row])
 
 
-def test_an_ensemble_of_one_model_twice_is_that_model() -> None:
+def test_an_ensemble_of_two_copies_equals_the_model() -> None:
     model, config = plain(1), BeamConfig(beam=3)
     alone = BeamSearch(config, model, V).search(SOURCE)
     twice = BeamSearch(config, Ensemble([model, model]).eval(), V).search(SOURCE)
@@ -102,6 +102,6 @@ def test_an_ensemble_averages_probabilities() -> None:
     p = [torch.softmax(m.step(torch.full((3,), V.bos), m.encode(SOURCE), m.begin()), dim=1) for m in models]
     torch.testing.assert_close(logits.exp(), ((p[0] + p[1]) / 2).float(), rtol=1e-5, atol=1e-7)
     found = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE)
-    for row in range(3):  # the beam's bookkeeping reaches both models' caches
+    for row in range(3):  # the beam reorders the caches of both models
         alone = BeamSearch(BeamConfig(beam=4), both, V).search(SOURCE[row : row + 1])
         assert [h.tokens for h in alone[0]] == [h.tokens for h in found[row]]

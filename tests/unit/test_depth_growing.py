@@ -36,7 +36,7 @@ def batch(update: int = 1) -> Batch:
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("residual_norm", [True, False])
-def test_the_two_modules_are_joined_as_the_paper_says(norm: str, residual_norm: bool) -> None:
+def test_the_two_modules_are_joined_as_in_the_paper(norm: str, residual_norm: bool) -> None:
     """h2 = enc2(r(x) + h1), s2 = dec2(r(y) + s1, attn over h2), s1 = dec1(y, attn over h1)."""
     model, data = growing(norm=norm, residual_norm=residual_norm).double().eval(), batch()
     if residual_norm:
@@ -55,7 +55,7 @@ def test_the_two_modules_are_joined_as_the_paper_says(norm: str, residual_norm: 
         model.at_exit("2-2")
 
 
-def test_cached_is_uncached() -> None:
+def test_cached_steps_equal_one_pass() -> None:
     model, data = growing().double().eval(), batch()
     memory = model.encode(data.source_BS)
     whole = model.projection(model.decode(data.target_input_BT, memory)[0])
@@ -89,7 +89,7 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     assert with_moments == set(moving)
 
 
-def test_nothing_of_the_bottom_is_kept_for_the_backward_pass() -> None:
+def test_the_bottom_saves_no_tensors_for_the_backward_pass() -> None:
     model, data = growing().train(), batch()
     memory = model.encode(data.source_BS)
     assert memory.below_BSD is not None and not memory.below_BSD.requires_grad and memory.states_BSD.requires_grad
@@ -103,7 +103,7 @@ def test_dropout_of_the_frozen_part_can_be_switched_off(frozen_dropout: bool) ->
     assert not model.eval().bottom.training
 
 
-def test_cad_inside_the_top_counts_the_tops_layers() -> None:
+def test_drop_depth_counts_the_layers_of_the_top() -> None:
     torch.manual_seed(1)
     config = DepthGrowingConfig(
         dim=16, ffn_dim=24, heads=2, encoder_layers=1, decoder_layers=2, top_decoder_layers=2, dropout=0.0

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: what is completed, and what is refused."""
+"""DeepSpeed configurations: completion and refusal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FILES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
 
 
 def problems(content: dict[str, Any], **changes: Any) -> list[str]:
-    """The sentences a configuration is refused with."""
+    """Return the messages with which a configuration is refused."""
     settings: dict[str, Any] = {"ranks": 4, "clip_norm": 1.0, "precision": "fp32", **changes}
     with pytest.raises(ConfigError) as caught:
         complete_ds_config(content, **settings)
     return caught.value.problems
 
 
-def test_the_files_that_come_with_the_program() -> None:
+def test_included_files() -> None:
     assert set(FILES) == {"zero0", "zero1", "zero2", "zero3", "zero3_offload", "cpu", "v100_fp16"}
 
 
@@ -56,7 +56,7 @@ def test_a_missing_file_gets_a_suggestion() -> None:
         load_ds_config("zero22")
 
 
-def test_numbers_that_contradict_the_run_are_named_with_their_owner() -> None:
+def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
     content = {"train_batch_size": 256, "gradient_clipping": 5.0, "zero_optimisation": {}, "optimizer": {}}
     found = problems(content)
     assert len(found) == 4
@@ -87,7 +87,7 @@ def test_contradicting_precisions_are_refused(content: dict[str, Any], setting: 
         wanted_precision(content, setting)
 
 
-def test_precision_comes_from_either_side() -> None:
+def test_precision_may_be_set_in_either_configuration() -> None:
     assert wanted_precision({"fp16": {"enabled": True}}, "auto") == "fp16"
     assert wanted_precision({"fp16": {"enabled": "auto"}}, "fp16") == "fp16"
     assert wanted_precision({}, "auto") == "auto"
@@ -97,6 +97,6 @@ def test_precision_comes_from_either_side() -> None:
     ("section", "said"),
     [(3, "'zero_optimization' must be an object"), ({"stage": 7}, "'zero_optimization.stage' must be 0, 1, 2 or 3")],
 )
-def test_a_stage_that_there_is_not_is_refused(section: object, said: str) -> None:
+def test_an_invalid_stage_is_refused(section: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         zero_stage({"zero_optimization": section})

@@ -51,7 +51,7 @@ class Scalar(nn.Module):
         return self.w * x
 
 
-def test_orders_of_the_papers() -> None:
+def test_layer_orders_of_the_papers() -> None:
     assert layer_order("stacked", 3, 2) == LayerOrder((0, 1, 2, 0, 1, 2), frozenset({3}), (3, 6))
     assert layer_order("closed_chain", 4, 2) == LayerOrder((0, 1, 2, 3, 2, 1, 0), frozenset({4}), (4, 7))
     chain = layer_order("closed_chain", 3, 4)
@@ -66,8 +66,8 @@ def test_orders_of_the_papers() -> None:
     )
 
 
-def test_the_chains_gradients_are_those_of_equation_9() -> None:
-    """dS6/dW1 = W0 (S4 + W1 W2^2 W3 S0), dS6/dW2 = W0 W1 (S3 + W2 W3 S1), without input at the turn."""
+def test_gradients_of_the_closed_chain_are_those_of_equation_9() -> None:
+    """dS6/dW1 = W0 (S4 + W1 W2^2 W3 S0), dS6/dW2 = W0 W1 (S3 + W2 W3 S1), without the input added between loops."""
     w0, w1, w2, w3 = weights = (1.3, -0.7, 0.9, 1.1)
     chain = layer_order("closed_chain", 4, 2)
     layers = [Scalar(w) for w in weights]
@@ -83,7 +83,7 @@ def test_the_chains_gradients_are_those_of_equation_9() -> None:
     assert layers[2].w.grad.item() == pytest.approx(w0 * w1 * (s3 + w2 * w3 * s1), rel=1e-14)
 
 
-def test_inputs_return_at_every_turn() -> None:
+def test_the_input_is_added_before_every_further_loop() -> None:
     layers, x = [Scalar(2.0), Scalar(3.0)], torch.tensor([1.0], dtype=torch.float64)
     stacked = LayerStack(layers, layer_order("stacked", 2, 3))(x, Context(), exits=[1, 2, 3])
     assert [each.item() for each in stacked] == [6.0, 42.0, 258.0], "6, 6 (6 + 1), 6 (42 + 1)"
@@ -101,7 +101,7 @@ def recurrent(sharing: str, encoder_loops: int = 3, decoder_loops: int = 2) -> T
 
 
 @pytest.mark.parametrize("sharing", ["stacked", "closed_chain"])
-def test_cached_decoding_of_shared_layers_is_uncached(sharing: str) -> None:
+def test_cached_decoding_of_shared_layers_equals_one_pass(sharing: str) -> None:
     model = recurrent(sharing).eval()
     assert model.begin().layers.__len__() == (6 if sharing == "stacked" else 5)
     data = batch()
@@ -113,7 +113,7 @@ def test_cached_decoding_of_shared_layers_is_uncached(sharing: str) -> None:
         torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
 
 
-def test_shared_parameters_exist_once_and_one_loop_is_the_ordinary_model() -> None:
+def test_shared_parameters_exist_once_and_one_loop_is_the_vanilla_model() -> None:
     plain, looped, once = transformer(encoder=2), recurrent("stacked"), recurrent("stacked", 1, 1)
     count = sum(p.numel() for p in plain.parameters())
     assert sum(p.numel() for p in looped.parameters()) == count
@@ -191,14 +191,14 @@ def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> 
     torch.testing.assert_close(output.nll, vanilla.nll)
 
 
-def test_validation_counts_the_top_even_where_training_gives_it_no_weight() -> None:
+def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> None:
     model, data = transformer().eval(), batch()
     output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights={"3-3": 0.0}), V.pad))(model, data)
     vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     torch.testing.assert_close(output.loss, vanilla.loss, rtol=1e-7, atol=1e-7)
 
 
-def test_which_exits_are_trained() -> None:
+def test_trained_exits() -> None:
     def trained(**settings: object) -> set[str]:
         config = MultiSoftmaxConfig.model_validate(settings)
         return {f"{n}-{m}" for n in (1, 2) for m in (1, 2) if config.trains_exit(n, m, (2, 2))}
@@ -208,7 +208,7 @@ def test_which_exits_are_trained() -> None:
     assert trained(weights={"2-2": 0.0, "1-2": 3.0}) == {"1-1", "1-2", "2-1"}
 
 
-def test_sampled_exits_hold_the_top_and_change_from_update_to_update() -> None:
+def test_sampled_exits_include_the_top_and_change_from_update_to_update() -> None:
     model, seen = transformer(encoder=4).train(), set()
     likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)
     for update in range(40):
@@ -227,7 +227,7 @@ def test_each_decoder_layer_runs_once_for_all_exits() -> None:
     assert calls == [2, 2, 2, 6, 6, 6]
 
 
-def test_multi_softmax_with_ddr_compares_every_exit_with_its_twin() -> None:
+def test_multi_softmax_with_r_drop_compares_every_exit_between_paired_passes() -> None:
     model, data = transformer(encoder=2, decoder=2).train(), batch()
     for module in model.modules():
         if hasattr(module, "p"):

@@ -1,4 +1,4 @@
-"""What a launcher says of a process, and who speaks."""
+"""Ranks from the environment of launchers, and the rank that reports errors."""
 
 from __future__ import annotations
 
@@ -36,20 +36,22 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["python", "torchrun", "torchrun within srun", "srun", "batch script", "interactive step", "no rank"],
 )
-def test_places(environment: dict[str, str], found: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_launchers(
+    environment: dict[str, str], found: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert place() == found
 
 
-def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert main(["selftest"]) == 2
     assert "error: WORLD_SIZE must be a number, but is 'abc'" in capsys.readouterr().err
 
 
-def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_of_a_host_reports_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "_REPORT_DELAY_S", 0.0)
     for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -61,7 +63,7 @@ def test_the_first_rank_of_a_host_speaks_for_it(monkeypatch: pytest.MonkeyPatch)
     assert reported.value.status == 2
 
 
-def test_extensions_are_built_where_no_stale_lock_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_extensions_are_built_in_a_new_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     isolate_extension_builds()

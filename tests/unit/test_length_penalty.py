@@ -1,4 +1,4 @@
-"""Length penalties: the formulas by hand, and refusals that say what is allowed."""
+"""Length penalties: formulas computed by hand, and messages that name the allowed values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_largest_exponent_does_not_overflow() -> None:
 @pytest.mark.parametrize(
     "text", ["", "gnmt", "gnmt:", "power:-1", "power:nan", "gnmt:1e3", "gnmt:11", "mean:2", "None", "wu:0.6"]
 )
-def test_refusals_say_what_is_allowed(text: str) -> None:
+def test_errors_name_the_allowed_values(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         LengthPenalty.parse(text)
     message = str(error.value)

@@ -1,4 +1,4 @@
-"""Batches and the order they come in."""
+"""Batches and their order."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_a_batch_is_padded_and_shifted(tmp_path: Path) -> None:
     assert batch.source_padded and batch.sentence_ids_B.tolist() == [0, 1]
 
 
-def test_an_empty_batch_can_be_run_and_weighs_nothing(corpus: Corpus) -> None:
+def test_an_empty_batch_can_be_run_and_has_no_weight(corpus: Corpus) -> None:
     batch = collate(corpus, np.array([], dtype=np.int64), VOCABULARY)
     assert batch.source_BS.tolist() == [[EOS]] and batch.target_output_BT.tolist() == [[PAD]]
     assert batch.target_tokens == 0
 
 
-def test_updates_go_on_from_any_position(corpus: Corpus) -> None:
+def test_updates_continue_from_any_position(corpus: Corpus) -> None:
     straight = list(itertools.islice(loader(corpus).updates(Cursor(), 1), 12))
-    assert {update.after.epoch for update in straight} >= {0, 1}, "over the end of an epoch"
+    assert {update.after.epoch for update in straight} >= {0, 1}, "the updates span two epochs"
     for start in (3, 7):
         resumed = next(loader(corpus).updates(straight[start - 1].after, start + 1))
         assert resumed.number == straight[start].number and resumed.after == straight[start].after
@@ -71,7 +71,7 @@ def test_a_long_sentence_is_refused_before_training(corpus: Corpus) -> None:
         loader(corpus, micro=5)
 
 
-def test_prefetching_keeps_order_passes_errors_and_closes() -> None:
+def test_prefetching_keeps_order_raises_errors_and_closes() -> None:
     def numbers() -> Iterator[int]:
         yield from range(5)
         raise RuntimeError("broken disk")

@@ -1,4 +1,4 @@
-"""What the loop tells of its speed."""
+"""Speed metrics of the training loop."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def window(workload: Workload | None, skip_second: bool = False) -> dict[str, fl
 
 def test_mfu_counts_real_source_and_target_tokens() -> None:
     values = window(Workload(source_flops=10.0, target_flops=20.0, peak_flops=5500.0))
-    # In 4 seconds 1000 source and 600 target tokens.
+    # 1000 source and 600 target tokens in 4 seconds.
     assert values["perf/mfu"] == pytest.approx((10.0 * 1000 + 20.0 * 600) / (4.0 * 5500.0))
     assert values["perf/padding"] == pytest.approx(0.2)
     assert values["perf/data_wait"] == pytest.approx(0.25)
     assert values["perf/target_tokens_per_s"] == pytest.approx(150.0)
 
 
-def test_skipped_updates_are_work_that_trains_nothing() -> None:
+def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
     workload = Workload(source_flops=10.0, target_flops=20.0, peak_flops=5500.0)
     skipped, whole = window(workload, skip_second=True), window(workload)
     assert skipped["perf/mfu"] == whole["perf/mfu"]

@@ -1,4 +1,4 @@
-"""The fused operations against their references in float64."""
+"""Projected cross-entropy and dropout against references in float64."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_projected_cross_entropy_equals_reference(
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_two_predictions_are_averaged_and_pulled_together(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Against a direct transcription of NLL averaged over both + w/2 [KL(P1||P2) + KL(P2||P1)], in float64."""
+def test_loss_of_two_predictions(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The loss is the NLL averaged over both + w/2 [KL(P1||P2) + KL(P2||P1)]."""
     monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 64 * 101 * 8)
     torch.manual_seed(rows)
     p, q = (torch.randn(rows, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -78,7 +78,7 @@ def test_rows_can_be_weighted(monkeypatch: pytest.MonkeyPatch, predictions: int)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("predictions", [1, 2])
 def test_logits_may_have_a_bias(monkeypatch: pytest.MonkeyPatch, predictions: int, frozen: bool) -> None:
-    """It has a gradient even where the output matrix, an embedding that is not trained, has none."""
+    """The bias has a gradient even if the output matrix, a frozen embedding, has none."""
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: 3)
     torch.manual_seed(0)
     states = [torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(predictions)]
@@ -96,7 +96,7 @@ def test_logits_may_have_a_bias(monkeypatch: pytest.MonkeyPatch, predictions: in
         assert torch.equal(projected_cross_entropy(states, weight, targets, 0.1, 0, 0.7, bias=bias)[0], found[0][0])
 
 
-def test_touch_gives_a_gradient_of_zero_whatever_was_touched() -> None:
+def test_touch_gives_a_gradient_of_zero() -> None:
     x, weight = torch.randn(3, 2, requires_grad=True), torch.tensor([float("inf"), 1.0], requires_grad=True)
     y = ops.touch(x, weight[1:] * 2.0)
     assert torch.equal(y, x)
@@ -125,7 +125,7 @@ def test_projected_cross_entropy_of_only_padding_is_zero_with_zero_gradients() -
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_without_gradients_nothing_is_kept_and_the_value_is_the_same() -> None:
+def test_without_gradients_nothing_is_saved_and_the_value_is_the_same() -> None:
     states, weight, targets = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.arange(9) % 7
     loss, _, _ = projected_cross_entropy([states], weight, targets, 0.1, 0)
     with torch.no_grad():
@@ -134,14 +134,14 @@ def test_without_gradients_nothing_is_kept_and_the_value_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
-def test_dropout_keeps_the_mean_and_the_share(p: float) -> None:
+def test_dropout_has_its_mean_and_rate(p: float) -> None:
     torch.manual_seed(3)
     x = torch.ones(1_000_001, requires_grad=True)
     y = ops.dropout(x, p, training=True)
     share = (y == 0).double().mean().item()
     assert abs(share - p) < 4 * (p * (1 - p) / x.numel()) ** 0.5 + 1e-5
     assert abs(y.double().mean().item() - 1.0) < 0.005
-    # Each of the four elements decided by one draw is as likely as the others, and they are independent.
+    # The four elements that share one draw are dropped at the same rate and independently.
     lanes = (y[: y.numel() // 4 * 4].view(-1, 4) == 0).double()
     assert (lanes.mean(0) - p).abs().max().item() < 0.005
     correlation = torch.corrcoef(lanes.t()) - torch.eye(4)

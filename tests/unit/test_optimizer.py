@@ -1,4 +1,4 @@
-"""Learning-rate schedules at points computed by hand, and Adam's groups."""
+"""Learning-rate schedules at points computed by hand, and parameter groups of Adam."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_warmup_training_starts_at_the_peak(name: str) -> None:
     assert learning_rate(1, 2.0, config, max_updates=10_000) == pytest.approx(2.0, rel=1e-3)
 
 
-def test_weight_decay_spares_vectors_and_frozen_parameters() -> None:
+def test_weight_decay_excludes_vectors_and_frozen_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     model[2].weight.requires_grad_(False)
     groups = build_optimizer(OptimizerConfig(name="adamw", weight_decay=0.1), model).param_groups

@@ -1,4 +1,4 @@
-"""Running out of memory, simulated: what the user is told."""
+"""Messages about simulated lack of memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a tota
 
 
 def engine_with(error: Exception | None = None) -> mock.Mock:
-    """An engine that may have no room for what it is probed with."""
+    """Return an engine whose probe may raise an error."""
     engine: mock.Mock = mock.create_autospec(Engine, instance=True)
     engine.device = CPU
     engine.probe.side_effect = error
@@ -51,14 +51,14 @@ def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytes
 
 
 @pytest.mark.parametrize(("wanted", "times"), [("auto", 0), ("never", 0), ("always", 1)])
-def test_on_a_cpu_only_when_asked(loader: TrainLoader, wanted: str, times: int) -> None:
+def test_a_cpu_is_probed_only_on_request(loader: TrainLoader, wanted: str, times: int) -> None:
     engine = engine_with()
     probe(wanted, engine, loader)  # type: ignore[arg-type]
     assert engine.probe.call_count == times
 
 
 def chained() -> Exception:
-    """What comes of an error while another is handled."""
+    """Return an error that was raised while another was handled."""
     try:
         try:
             raise torch.OutOfMemoryError(CUDA_MESSAGE)
@@ -78,7 +78,7 @@ def chained() -> Exception:
         chained(),
     ],
 )
-def test_too_little_memory_is_explained(loader: TrainLoader, error: Exception) -> None:
+def test_out_of_memory_is_explained(loader: TrainLoader, error: Exception) -> None:
     with pytest.raises(TrainingError) as caught:
         probe("always", engine_with(error), loader)
     message, batch = str(caught.value), loader.largest()
@@ -98,6 +98,6 @@ def test_an_update_names_its_largest_micro_batch(loader: TrainLoader) -> None:
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
 
 
-def test_other_errors_stay_what_they_are(loader: TrainLoader) -> None:
+def test_other_errors_are_not_changed(loader: TrainLoader) -> None:
     with pytest.raises(RuntimeError, match="shapes do not match"):
         probe("always", engine_with(RuntimeError("shapes do not match")), loader)

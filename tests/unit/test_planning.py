@@ -1,4 +1,4 @@
-"""Plans against what really is allocated, and against arithmetic."""
+"""Plans against measured allocations and against arithmetic."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ NARROW = ["model.dim=128", "model.ffn_dim=512", "model.heads=4"]
 SHALLOW = ["model.encoder_layers=2", "model.decoder_layers=2"]
 
 
-def really_allocated(config: RunConfig, recompute: int, tokens: int) -> int:
-    """The most that the second micro-batch of an update allocates on the CPU, by torch's own profiler."""
+def peak_allocation(config: RunConfig, recompute: int, tokens: int) -> int:
+    """Measure the peak allocation of an update's second micro-batch on the CPU with torch's profiler."""
     model = build_model(config, V)
     model.recompute(recompute, recompute)
     module = TrainModule(model, build_objective(config, V)).train()
@@ -72,17 +72,17 @@ def really_allocated(config: RunConfig, recompute: int, tokens: int) -> int:
         ("depth_growing_base_8", SHALLOW, 0),
     ],
 )
-def test_planned_activations_and_logits_are_what_is_allocated(
+def test_planned_activations_and_logits_equal_the_allocation(
     recipe: str, settings: Sequence[str], recompute: int
 ) -> None:
     config = load_config(recipe, settings=[*NARROW, *settings])
     with torch.device("meta"):
         model = build_model(config, V)
     work = count_update(model, build_objective(config, V), V, 512, (recompute, recompute))
-    assert work.activations + work.logits == pytest.approx(really_allocated(config, recompute, 512), rel=0.1)
+    assert work.activations + work.logits == pytest.approx(peak_allocation(config, recompute, 512), rel=0.1)
 
 
-def test_other_sizes_follow_from_two_counts() -> None:
+def test_other_sizes_are_interpolated_from_two_counts() -> None:
     config = load_config(
         "deep_decoder_base_30",
         settings=[*NARROW, "model.encoder_layers=4", "model.decoder_layers=6", "layer.drop_depth=2"],
@@ -109,11 +109,11 @@ def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> 
         model = build_model(config, Vocabulary(32000))
     work = count_update(model, build_objective(config, V), V, 1024, (0, 0))
     layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
-    attention = 18 * 3 * 4 * 1024 * 32 * 512  # forwards once, backwards twice; q k^T and its product with v
+    attention = 18 * 3 * 4 * 1024 * 32 * 512  # 1 x forward, 2 x backward; q k^T and its product with v
     assert work.flops == pytest.approx(6 * 1024 * (layers + 32000 * 512) + attention, rel=1e-6)
 
 
-def test_rates_part_the_work_between_source_and_target() -> None:
+def test_rates_divide_the_work_between_source_and_target() -> None:
     config = load_config("transformer_base", settings=SHALLOW)
     vocabulary = Vocabulary(8000)
     with torch.device("meta"):
@@ -126,7 +126,7 @@ def test_rates_part_the_work_between_source_and_target() -> None:
     assert rates.target == pytest.approx(6 * (decoder - memory + 8000 * 512), rel=0.1)
 
 
-def test_a_tally_counts_what_is_held_and_freed() -> None:
+def test_a_tally_counts_allocated_and_freed_memory() -> None:
     outside = torch.zeros(1000)
     with Tally() as tally:
         kept = outside * 2.0
@@ -156,7 +156,7 @@ def test_bytes_of_each_parameter() -> None:
     assert by_parameter(stage=3, zero=offloaded)["weights"] == 0
 
 
-def test_advice_prefers_what_is_fast_and_fits() -> None:
+def test_advice_is_the_fastest_plan_that_fits() -> None:
     def work(tokens: int, recompute: Recompute) -> Work:
         share = sum(0.0 if every == 0 else 0.5 / every for every in recompute)
         return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
@@ -172,7 +172,7 @@ def test_advice_prefers_what_is_fast_and_fits() -> None:
 
     assert advised(80.0) == (1, (0, 0), 4096, True)
     stage, recompute, tokens, fits = advised(5.0)
-    assert fits and (stage != 1 or any(recompute) or tokens < 4096), "a small GPU saves memory somewhere"
+    assert fits and (stage != 1 or any(recompute) or tokens < 4096), "a plan for a small GPU must save memory"
     assert not advised(1.1)[3]
 
 
@@ -212,7 +212,7 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
             counts[key] = count_update(*arguments)
         return counts[key]
 
-    monkeypatch.setattr(planner, "count_update", counted_once)  # all are plans of the same model
+    monkeypatch.setattr(planner, "count_update", counted_once)  # all plans are of the same model
     auto = ["engine.recompute_encoder=auto", "engine.recompute_decoder=auto"]
     alone = World(0, 1, 0, torch.device("cpu"))
 
@@ -226,7 +226,7 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(*auto, "engine.memory_gib=0.65") == (1, 0), "the encoder is cheaper to recompute"
     assert chosen(*auto, "engine.memory_gib=0.55") == (0, 1)
     assert chosen(*auto, "engine.memory_gib=0.22") == (1, 1)
-    assert chosen(*auto, "engine.memory_gib=0.1") == (1, 1), "nothing fits; this is the least"
+    assert chosen(*auto, "engine.memory_gib=0.1") == (1, 1), "nothing fits; this takes the least"
     assert chosen(auto[0], "engine.recompute_decoder=1", "engine.memory_gib=0.55") == (0, 1)
     with pytest.raises(ConfigError, match=r"set engine\.memory_gib"):
         chosen(*auto)

@@ -1,10 +1,11 @@
-"""`prepare` from files to a data directory, and what it says about bad input."""
+"""`prepare`, from text files to a data directory, and its messages about bad input."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _left_behind(tmp_path: Path) -> list[str]:
     return [path.name for path in tmp_path.iterdir() if path.is_dir()]
 
 
-def test_the_whole_road(texts: dict[str, Any], tmp_path: Path) -> None:
+def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> None:
     meta = _prepare(texts, test_source=texts["valid_source"], test_target=texts["valid_target"], threads=2)
     directory = DataDirectory.open(texts["out"])
     directory.verify_hashes()
@@ -79,7 +80,7 @@ def test_the_whole_road(texts: dict[str, Any], tmp_path: Path) -> None:
     assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
     assert [tokenizer.decode(corpus.target(i)) for i in range(len(corpus))] == TARGET
 
-    # Raw text stays byte for byte; every line of it is encoded at its own number, however broken.
+    # Raw text is copied byte for byte. Every line is encoded at its own number, even if it is damaged.
     for split in ("valid", "test"):
         assert directory.text(split, "source").read_bytes() == VALID_SOURCE
         assert directory.text(split, "target").read_bytes() == VALID_TARGET
@@ -120,7 +121,7 @@ def test_every_removal_is_counted(texts: dict[str, Any]) -> None:
         assert words in text
 
 
-def test_line_separators_inside_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
+def test_line_separators_within_lines_do_not_shift_pairs(texts: dict[str, Any]) -> None:
     odd = "\n".join(line.replace("near", "near\u2028to\u0085it\x0bnow", 1) for line in SOURCE) + "\n"
     texts["train_source"][0].write_bytes(odd.replace("\n", "\r\n").encode())
     meta = _prepare(texts)
@@ -131,9 +132,87 @@ def test_line_separators_inside_lines_do_not_shift_pairs(texts: dict[str, Any]) 
 
 
 def test_missing_files_are_all_named(texts: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"existing text file, but .*nowhere does not exist; .* is not a file"):
+    with pytest.raises(DataError, match=r"existing text file, .*, but .*nowhere does not exist; .* is a directory"):
         _prepare(texts, train_source=(tmp_path / "nowhere",), valid_target=(tmp_path,))
     assert _left_behind(tmp_path) == []
+
+
+def test_a_pipe_is_refused_in_a_sentence(texts: dict[str, Any], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"because it is read more than once, but .*pipe is a pipe or a device"):
+        _prepare(texts, valid_source=(tmp_path / "pipe",))
+
+
+def _change_in_place(path: Path) -> None:
+    """Change a byte of a file and nothing else: neither its size, nor its number of lines, nor its times."""
+    before, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b"o", b"u", 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["train_source", "train_target", "valid_source", "valid_target", "test_target"])
+def test_text_changed_while_it_is_read_is_refused(
+    name: str, texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = tmp_path / "test.txt"
+    test.write_bytes(VALID_TARGET)
+    texts.update(test_source=texts["valid_source"], test_target=(test,))
+    inspect = prepare_module.inspect_inputs
+
+    def then_changed(files: Any) -> Any:
+        records = inspect(files)
+        _change_in_place(texts[name][0])
+        return records
+
+    monkeypatch.setattr(prepare_module, "inspect_inputs", then_changed)
+    with pytest.raises(DataError, match=f"{texts[name][0]} must not change while `prepare` reads it, but it has"):
+        _prepare(texts)
+    assert _left_behind(tmp_path) == []
+
+
+def test_validation_text_changed_before_it_is_copied_is_refused(
+    texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = prepare_module._copy
+
+    def changed_first(*arguments: Any) -> None:
+        _change_in_place(texts["valid_target"][0])
+        copy(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_copy", changed_first)
+    with pytest.raises(DataError, match=r"valid_target\.txt must not change"):
+        _prepare(texts)
+
+
+@pytest.mark.parametrize("name", ["train_source", "train_target"])
+@pytest.mark.parametrize("by", [-20, 20])
+def test_text_that_grows_or_shrinks_is_refused(
+    by: int, name: str, texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, inspect = texts[name][0], prepare_module.inspect_inputs
+
+    def then_changed(files: Any) -> Any:
+        records = inspect(files)
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:by] if by < 0 else [*lines, *lines[:by]]))
+        return records
+
+    monkeypatch.setattr(prepare_module, "inspect_inputs", then_changed)
+    with pytest.raises(DataError, match=f"{path} must not change"):
+        _prepare(texts)
+
+
+def test_text_that_vanishes_is_no_fault_of_the_output(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect = prepare_module.inspect_inputs
+
+    def then_removed(files: Any) -> Any:
+        records = inspect(files)
+        texts["valid_source"][0].unlink()
+        return records
+
+    monkeypatch.setattr(prepare_module, "inspect_inputs", then_removed)
+    with pytest.raises(DataError, match=r"valid_source\.txt must be readable, but is not \(No such file"):
+        _prepare(texts)
 
 
 def test_unaligned_files_give_both_counts(texts: dict[str, Any], tmp_path: Path) -> None:
@@ -166,13 +245,92 @@ def test_interrupted_run_leaves_nothing(
     texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
-        assert any(".partial-" in name for name in _left_behind(tmp_path)), "the work must go on beside the result"
+        assert any(".partial-" in name for name in _left_behind(tmp_path)), (
+            "prepare must write to a temporary directory"
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare_module, "_copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _prepare(texts)
     assert _left_behind(tmp_path) == []
+
+
+def _killed(texts: dict[str, Any], at: str) -> None:
+    """Replace the data directory in a process that is killed at a moment."""
+    child = os.fork()
+    if child == 0:
+        rename, calls = Path.rename, []
+
+        def die_at(path: Path, target: Path) -> Path:
+            calls.append(path)
+            if len(calls) == {"before": 1, "between": 2}[at]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, target)
+
+        Path.rename = die_at  # type: ignore[method-assign]
+        _prepare(texts, vocab_size=110, overwrite=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", ["before", "between"])
+def test_what_a_killed_process_left_is_cleared_away(
+    at: str, texts: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = _prepare(texts)
+    _killed(texts, at)
+    assert len(_left_behind(tmp_path)) == 2 and texts["out"].exists() == (at == "before")
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        assert _prepare(texts) == meta, "nothing to do: the old directory is whole"
+    assert ("is restored: a killed `prepare`" in caplog.text) == (at == "between")
+    assert _left_behind(tmp_path) == ["data"] and not list(tmp_path.glob(".*"))
+
+
+def test_only_a_whole_directory_is_restored(texts: dict[str, Any], tmp_path: Path) -> None:
+    _prepare(texts)
+    texts["out"].rename(tmp_path / ".data.old-01234567")
+    (tmp_path / ".data.old-01234567" / "valid.source").unlink()  # its removal had begun
+    assert _prepare(texts, vocab_size=110).vocabulary_size == 110
+    assert _left_behind(tmp_path) == ["data"]
+
+
+def test_two_processes_do_not_write_one_directory(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = prepare_module._copy
+
+    def meanwhile(*arguments: Any) -> None:
+        monkeypatch.setattr(prepare_module, "_copy", copy)
+        with pytest.raises(DataError, match=rf"--out must not be in use, but process {os.getpid()} on .* is writing"):
+            _prepare(texts)
+        copy(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_copy", meanwhile)
+    _prepare(texts)
+    DataDirectory.open(texts["out"]).verify_hashes()
+
+
+def test_a_replaced_directory_keeps_its_permissions(texts: dict[str, Any]) -> None:
+    _prepare(texts)
+    texts["out"].chmod(0o2770)
+    _prepare(texts, vocab_size=110, overwrite=True)
+    assert stat.S_IMODE(texts["out"].stat().st_mode) == 0o2770
+
+
+def test_an_interrupt_between_the_renames_changes_nothing(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meta = _prepare(texts)
+    rename = Path.rename
+
+    def interrupt(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _prepare(texts, vocab_size=110, overwrite=True)
+    assert _left_behind(tmp_path) == ["data"] and DataDirectory.open(texts["out"]).meta == meta
 
 
 def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +343,9 @@ def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     assert _left_behind(tmp_path) == []
 
 
-def test_same_again_does_nothing(texts: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_preparing_again_does_nothing(
+    texts: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     first = _prepare(texts)
     before = (texts["out"] / "meta.json").stat().st_mtime_ns
     moved = tmp_path / "moved.txt"
@@ -210,9 +370,9 @@ def test_other_data_is_replaced_only_on_request(texts: dict[str, Any], tmp_path:
     assert _left_behind(tmp_path) == ["data"]
 
 
-def test_a_directory_that_is_not_ours_is_never_replaced(texts: dict[str, Any]) -> None:
+def test_a_directory_with_other_files_is_never_replaced(texts: dict[str, Any]) -> None:
     texts["out"].mkdir()
-    _prepare(texts)  # an empty one is fine
+    _prepare(texts)  # an empty directory is accepted
     (texts["out"] / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match=r"hold only what `prepare` made, but .* has thesis.tex"):
         _prepare(texts, overwrite=True)
@@ -297,7 +457,7 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     tokens = out / "train.target.uint16.bin"
     content = tokens.read_bytes()
     tokens.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(DataError, match=r"the content of train\.target\.uint16\.bin has changed"):
+    with pytest.raises(DataError, match=r"train\.target\.uint16\.bin has other content than was written"):
         DataDirectory.open(out).verify_hashes()
     tokens.write_bytes(content[:-2])
     (out / "valid.source").unlink()
@@ -308,10 +468,15 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
 
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps({**meta, "format": 99}))
-    with pytest.raises(DataError, match=r"what this version's `prepare` writes, but format is not"):
+    with pytest.raises(DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore it, or run"):
+        DataDirectory.open(out)
+    (out / "meta.json.sha256").unlink()  # as an older version left it
+    with pytest.raises(
+        DataError, match=r"what this version's `prepare` writes, but is not: format must be 1, but is"
+    ):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")
-    with pytest.raises(DataError, match="but the file is not"):
+    with pytest.raises(DataError, match="but is not: the file must be JSON, but is not"):
         DataDirectory.open(out)
 
 

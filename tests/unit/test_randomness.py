@@ -1,4 +1,4 @@
-"""Random choices as functions: pinned, so that no library can change a run."""
+"""Counter-based random numbers: their values are pinned, so that no library can change a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_order_and_number_of_parts_matter() -> None:
     assert len({randomness.key(*parts) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), ())}) == 5
 
 
-def test_an_array_of_keys_is_the_keys() -> None:
+def test_an_array_of_keys_gives_the_values_of_its_keys() -> None:
     assert randomness.keys(100, 4, 2).tolist() == [randomness.key(4, 2, i) for i in range(100)]
 
 

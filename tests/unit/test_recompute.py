@@ -1,4 +1,4 @@
-"""Recomputation changes memory and time, and not one bit of the result."""
+"""Recomputation changes memory and time, but not the results."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_the_same_bits(
             assert recomputed[name] is not None and torch.equal(gradient, recomputed[name]), name
 
 
-def test_every_so_manieth_layer_runs_twice() -> None:
+def test_every_kth_layer_runs_twice() -> None:
     def runs(every: int) -> int:
         torch.manual_seed(1)
         model, objective = vanilla()
@@ -116,7 +116,7 @@ def test_nothing_is_recomputed_without_a_backward_pass() -> None:
     assert not kept
 
 
-def test_recomputation_keeps_less() -> None:
+def test_recomputation_saves_fewer_tensors() -> None:
     def kept(every: int) -> int:
         torch.manual_seed(1)
         model, objective = vanilla()

@@ -1,4 +1,4 @@
-"""The sample corpus: the same everywhere, no pair twice, one translation for a sentence, and correct German."""
+"""The sample corpus: reproducible, without repeated pairs, with one translation for a sentence and correct German."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_infinitive(verb: str, english: str, german: str) -> None:
     assert (found.base, found.infinitive) == (english, german)
 
 
-def test_verbs_and_adjectives_suit_kinds_of_nouns_that_exist() -> None:
+def test_verbs_and_adjectives_refer_to_existing_kinds_of_nouns() -> None:
     assert all(lexicon.ADJECTIVES[kind] for kind in lexicon.NOUNS)
     for verb in lexicon.VERBS:
         for kinds in (verb.subjects, *(slot.kinds for slot in verb.slots)):
@@ -172,7 +172,7 @@ def test_verbs_and_adjectives_suit_kinds_of_nouns_that_exist() -> None:
 
 def test_first_thousand_pairs_are_the_same_everywhere() -> None:
     text = "".join(f"{english}\t{german}\n" for english, german in islice(sentence_pairs(1), 1000))
-    # Changes with every change of the grammar or the words, and then only.
+    # The hash changes only with the grammar or the words.
     assert (
         hashlib.sha256(text.encode("utf-8")).hexdigest()
         == "e0cec916cf54aab3663e7f288750ab2888263518ff5c42d4b89bdd7b307faa2b"
@@ -188,7 +188,7 @@ def test_a_sentence_has_one_translation() -> None:
         english, german = author.sentence()
         repeated += english in translations
         assert translations.setdefault(english, german) == german
-    assert repeated > 10, "too few repetitions to have tested anything"
+    assert repeated > 10, "too few repetitions to test anything"
 
 
 @settings(max_examples=20, deadline=None)
@@ -202,7 +202,7 @@ def test_sentences_are_clean(seed: int) -> None:
         assert not re.search(r"\ba [aeiou]", pair[0])
 
 
-def test_corpus_shows_what_makes_translation_hard() -> None:
+def test_corpus_has_difficult_constructions() -> None:
     pairs = list(islice(sentence_pairs(3), 2000))
     for side in zip(*pairs, strict=True):
         lengths = [len(text.split()) for text in side]
@@ -240,7 +240,7 @@ def test_splits_share_no_sentence_and_write_the_same_bytes(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == expected, "no temporary file is left"
 
 
-def test_no_sentence_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sentence_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     script = iter([("A.", "X."), ("B.", "X."), ("A.", "Y."), ("A.", "X."), ("B.", "Y.")])
     monkeypatch.setattr(Author, "sentence", lambda self: next(script))
     assert list(islice(sentence_pairs(1), 2)) == [("A.", "X."), ("B.", "Y.")]

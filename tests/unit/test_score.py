@@ -1,10 +1,13 @@
-"""`score`: published numbers come out to the last decimal, labels do not lie, and bad files are refused."""
+"""`score`: published scores to the last decimal, correct labels, and refusal of bad files."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 
-# System -> sacreBLEU (13a) against reference A, reference B, both; chrF2 against reference A. As published.
+# System -> published sacreBLEU (13a) against reference A, reference B, and both; chrF2 against reference A.
 WMT22_ENDE = {
     "Online-B": ("38.3685", "38.2999", "52.3153", "64.6401"),
     "OpenNMT": ("35.6851", "35.7015", "48.3994", "62.1349"),
@@ -66,7 +69,7 @@ def scored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The message with which ``score`` refuses its input."""
+    """Return the message with which ``score`` refuses its input."""
     assert main(["score", *words]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -103,7 +106,9 @@ def test_text_output_has_label_detail_and_signature(
     assert captured.err == ""
 
 
-def test_tokenised_bleu_is_labelled_and_alone(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenised_bleu_is_labelled_and_the_only_score(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert score(files, "--tokenised") == 0
     out = capsys.readouterr().out
     assert out.startswith("tokenised BLEU (not comparable with sacreBLEU) = ")
@@ -112,8 +117,8 @@ def test_tokenised_bleu_is_labelled_and_alone(files: dict[str, str], capsys: pyt
     assert "chrF" not in out
 
 
-def test_tokenised_bleu_counts_the_tokens_as_they_stand() -> None:
-    # By hand: 5 + 5 tokens of 6 + 5 match; one 4-gram of the first and both of the second sentence do.
+def test_tokenised_bleu_does_not_tokenise() -> None:
+    # By hand: 5 + 5 of 6 + 5 tokens match, and one 4-gram of the first and both of the second sentence.
     score = tokenised_bleu(["the cat sat on a mat", "a b c d e"], [["the cat sat on the mat", "a b c d e"]])
     assert score.detail.precisions == pytest.approx((1000 / 11, 700 / 9, 500 / 7, 300 / 5))
     assert (score.detail.hypothesis_tokens, score.detail.reference_tokens) == (11, 11)
@@ -220,10 +225,30 @@ def test_standard_input(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piped = Path(files["--hypothesis"]).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(piped))))  # type: ignore[type-var]
     values = scored(capsys, "--hypothesis", "-", "--reference", files["--reference"])
     assert values["bleu"]["score"] == corpus_scores(HYPOTHESIS, [REFERENCE]).bleu
     assert "must be given at most once" in refusal(capsys, "--hypothesis", "-", "--reference", "-")
+
+
+def test_pipes_are_read_once(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = scored(capsys, *(word for pair in files.items() for word in pair))
+    pipes = dict(files)
+    for option, path in files.items():
+        pipes[option] = f"{path}.pipe"
+        os.mkfifo(pipes[option])
+        content = Path(path).read_bytes()
+        threading.Thread(target=Path(pipes[option]).write_bytes, args=[content], daemon=True).start()
+    piped = scored(capsys, *(word for pair in pipes.items() for word in pair))
+    assert piped["bleu"] == whole["bleu"] and piped["source_copies"] == whole["source_copies"]
+
+
+def test_compressed_text_is_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hyp.de.gz").write_bytes(gzip.compress(Path(files["--hypothesis"]).read_bytes()))
+    message = refusal(capsys, "--hypothesis", str(tmp_path / "hyp.de.gz"), "--reference", files["--reference"])
+    assert "hyp.de.gz must be plain text, but is compressed with gzip; run `gunzip -k" in message
 
 
 def test_unaligned_files_are_named_with_their_counts(
@@ -259,16 +284,16 @@ def test_empty_files(
     assert f"{empty} must hold one sentence a line, but is empty" in message
 
 
-@pytest.mark.parametrize(("name", "reason"), [("missing.de", "No such file or directory"), ("", "Is a directory")])
+@pytest.mark.parametrize(("name", "reason"), [("missing.de", "does not exist"), ("", "is a directory")])
 def test_unreadable_files(
     name: str, reason: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     message = refusal(capsys, "--hypothesis", str(path), "--reference", files["--reference"])
-    assert f"{path} must be a text file to read, but: {reason}" in message
+    assert f"{path} must be a text file, but {reason}" in message
 
 
-def test_library_refuses_what_sacrebleu_would_cut_short() -> None:
+def test_unequal_numbers_of_lines_are_refused() -> None:
     with pytest.raises(DataError, match=r"3 hypotheses and 2 lines in reference 2"):
         corpus_scores(HYPOTHESIS, [REFERENCE, REFERENCE[:2]])
     with pytest.raises(DataError, match=r"at least one hypothesis"):
@@ -279,10 +304,10 @@ def test_library_refuses_what_sacrebleu_would_cut_short() -> None:
         corpus_scores(HYPOTHESIS, [REFERENCE], tokenize="13b")
 
 
-def test_paired_bootstrap_tells_a_difference_from_noise() -> None:
+def test_paired_bootstrap_distinguishes_a_difference_from_noise() -> None:
     reference = [f"das ist der {number} Satz von vielen Sätzen im Text" for number in range(60)]
     wrong = [sentence.replace("von vielen", "aus allen") for sentence in reference]
-    # One change for the better and one for the worse: no difference that another sample would show again.
+    # One better and one worse sentence: no significant difference.
     shuffled = [reference[0], *wrong[1:30], *reference[30:59], wrong[59]]
     mixed = [*wrong[:30], *reference[30:]]
     worse, same = paired_bootstrap([mixed, wrong, shuffled], [reference])

@@ -1,4 +1,4 @@
-"""The table of `selftest`; that engines agree is for tests/parity to show."""
+"""The table of `selftest`. tests/parity compares the engines themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_engines_that_agree_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pass" in _line(row)
 
 
-def test_one_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_other_results_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
         found = build(method, engine, world, directory, **options)  # type: ignore[arg-type]
         if engine == "plain+recompute":
@@ -46,7 +46,7 @@ def test_one_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch)
     assert second.passed
 
 
-def test_one_that_cannot_run_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_run_fails_and_the_others_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(method: str, engine: str, world: World, directory: Path, **options: object) -> Engine:
         if engine == "plain+recompute":
             raise RuntimeError("no kernel image is available")
@@ -73,7 +73,7 @@ def test_bad_numbers_of_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "--ranks must be left out" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_speaks_of_its_own_option(
+def test_without_a_gpu_the_error_names_its_own_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""Asking a run to stop."""
+"""Requests to stop a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
-from deepspeed_nmt.train.signals import STOP_FILE, StopRequest, mark_done
+from deepspeed_nmt.train.signals import STATUS_FILE, STOP_FILE, StopRequest
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -30,8 +30,8 @@ def send(number: signal.Signals) -> None:
     time.sleep(0.05)
 
 
-def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture[str]) -> None:
-    """A launcher passes Ctrl-C on as SIGTERM, and the same may come by two ways, even while the process is ending."""
+def test_signals_in_quick_succession_are_one_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """A launcher forwards Ctrl-C as SIGTERM, so one request may arrive as several signals, even during the exit."""
     with StopRequest() as stop:
         assert not stop
         send(signal.SIGINT)
@@ -42,7 +42,7 @@ def test_signals_soon_after_another_are_one_request(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "finishing this update, then saving; interrupt again to stop at once\n"
 
 
-def test_the_signal_of_a_rank_that_agreed_before_is_not_a_second_one() -> None:
+def test_a_signal_after_the_agreement_to_stop_is_not_a_second_request() -> None:
     """A preemption signals one rank after another, and ranks may agree to stop between the first and the last."""
     with StopRequest() as stop:
         stop.agree()
@@ -50,7 +50,37 @@ def test_the_signal_of_a_rank_that_agreed_before_is_not_a_second_one() -> None:
         assert stop.signal_name == "a request to another rank"
 
 
-def test_unasked_it_leaves_no_trace() -> None:
+def test_a_lost_terminal_is_a_request_unless_nohup_ignores_it() -> None:
+    with StopRequest() as stop:
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)  # the shell and the kernel both report it
+        assert stop and stop.signal_name == "SIGHUP"
+        stop.agree()
+    send(signal.SIGHUP)  # while the process ends
+    with StopRequest() as stop:  # it is ignored now
+        send(signal.SIGHUP)
+        assert not stop
+
+
+def test_a_status_is_handed_over_if_training_ended_as_it_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's launcher reports every status but 0 as an error."""
+    monkeypatch.setenv("RANK", "0")
+    stop, status = StopRequest(), tmp_path / "status"
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    assert stop.hand_over(1) == 1 and stop.hand_over(70) == 70 and not status.exists()
+    for number in (75, 0):
+        assert stop.hand_over(number) == 0 and status.read_text() == f"{number}\n"
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "on another host" / "status"))
+    assert stop.hand_over(75) == 75
+    monkeypatch.setenv(STATUS_FILE, str(status))
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert stop.hand_over(75) == 75 and status.read_text() == "0\n", "nobody is there to hear of it"
+
+
+def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) != before
@@ -60,7 +90,7 @@ def test_unasked_it_leaves_no_trace() -> None:
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
-def test_a_request_to_one_rank_is_one_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_one_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
     assert not loop._stop_requested(stop, ALONE) and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: True)
@@ -68,23 +98,21 @@ def test_a_request_to_one_rank_is_one_to_all(monkeypatch: pytest.MonkeyPatch) ->
     assert stop and stop.agreed and stop.signal_name == "a request to another rank"
 
 
-def test_a_file_asks_too_and_what_ranks_agree_on_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_requests_a_stop_on_which_all_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STOP_FILE, str(tmp_path / "stop"))
     stop = StopRequest()
     assert not stop
 
     def none_yet(value: bool, world: World) -> bool:
         assert not value
-        (tmp_path / "stop").touch()  # it comes while the ranks talk, and some of them see it
+        (tmp_path / "stop").touch()  # created during the agreement, when only some ranks see it
         return value
 
     monkeypatch.setattr(loop, "any_rank", none_yet)
-    assert not loop._stop_requested(stop, ALONE), "as the others, which have not seen it"
+    assert not loop._stop_requested(stop, ALONE), "other ranks have not seen the file"
     assert stop and not stop.agreed
     monkeypatch.setattr(loop, "any_rank", lambda value, world: value)
     assert loop._stop_requested(stop, ALONE) and stop.agreed and stop.signal_name == "request"
-    mark_done()
-    assert (tmp_path / "done").exists()
 
 
 def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +121,13 @@ def test_a_rank_whose_launcher_is_gone_stops(monkeypatch: pytest.MonkeyPatch) ->
     assert not stop
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert stop and stop.signal_name == "the loss of its launcher"
-    monkeypatch.delenv("RANK")  # a shell that is gone is no launcher
+    monkeypatch.delenv("RANK")  # without RANK the lost parent is not a launcher
     alone = StopRequest()
     monkeypatch.setattr("os.getppid", lambda: 2)
     assert not alone
 
 
-def test_a_signal_that_comes_while_one_looks_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_during_the_check_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopRequest() as stop:
 
         def looks_elsewhere() -> str:

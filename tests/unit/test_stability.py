@@ -1,4 +1,4 @@
-"""What is said of updates that are skipped, of culprits and of spikes."""
+"""Messages about skipped updates, the parameters that cause them, and spikes of the loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def result(loss: float, skipped: bool = False, scale: float = 1.0, culprits: tup
 
 
 def engine(precision: str = "fp32") -> PlainEngine:
-    """A model of three and three layers, the second decoder layer of which gives a gradient that is not finite."""
+    """Return the engine of a 3+3-layer model whose second decoder layer has a gradient that is not finite."""
     torch.manual_seed(1)
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=3, decoder_layers=3, dropout=0.0)
     model = build_transformer(config, V)
@@ -55,7 +55,7 @@ def engine(precision: str = "fp32") -> PlainEngine:
 @pytest.mark.parametrize(
     ("precision", "explain", "named"), [("fp32", False, True), ("fp16", False, False), ("fp16", True, True)]
 )
-def test_culprits_are_named_unless_the_loss_scale_may_be_one(
+def test_culprits_are_named_unless_the_loss_scale_may_be_the_cause(
     tmp_path: Path, precision: str, explain: bool, named: bool
 ) -> None:
     loader = TrainLoader(
@@ -67,7 +67,7 @@ def test_culprits_are_named_unless_the_loss_scale_may_be_one(
     assert found.culprits == (("decoder.layers.1.feed_forward.down_proj.weight",) if named else ())
 
 
-def test_when_an_explanation_is_worth_it() -> None:
+def test_only_unusual_skips_are_explained() -> None:
     assert [worth_explaining(skipped, 1.0) for skipped in (0, 1)] == [False, True]
     assert [worth_explaining(skipped, 1024.0) for skipped in (0, 1, 4, 5)] == [False, False, False, True]
 

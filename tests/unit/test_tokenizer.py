@@ -1,4 +1,4 @@
-"""Vocabularies: what goes in comes out, and what cannot be done is said."""
+"""Vocabularies: round trips, and messages about invalid requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_bpe_round_trip_with_fixed_special_tokens() -> None:
     assert tokenizer.encode_batch(RAW, threads=2) == [tokenizer.encode(line) for line in RAW]
 
 
-def test_unknown_characters_show_in_the_text() -> None:
+def test_unknown_characters_are_marked_in_the_text() -> None:
     tokenizer = train_bpe(RAW, vocab_size=80)
     assert tokenizer.decode(tokenizer.encode("the 猫 river")) == "the ⁇ river"
     words = train_words(SEGMENTED)
@@ -48,7 +48,7 @@ def test_same_text_same_vocabulary() -> None:
     assert train_words(SEGMENTED).model == train_words(reversed(SEGMENTED)).model
 
 
-def test_segmented_text_is_taken_as_it_is() -> None:
+def test_segmented_text_is_not_segmented_again() -> None:
     tokenizer = train_words(iter(SEGMENTED))
     assert tokenizer.segmented
     assert tokenizer.size == 4 + len({word for line in SEGMENTED for word in line.split(" ")})
@@ -61,7 +61,7 @@ def test_segmented_text_is_taken_as_it_is() -> None:
     assert tokenizer.reference("unfinished wo@@") == "unfinished wo"
 
 
-def test_special_tokens_in_the_text_are_ordinary_or_unknown_but_never_special() -> None:
+def test_special_tokens_in_the_text_are_never_special() -> None:
     for tokenizer in (train_bpe([*RAW, "a </s> <s> b <pad>"], 80), train_words([*SEGMENTED, "a </s> <s> b <pad>"])):
         assert not {0, 1, 2} & set(tokenizer.encode("a </s> <s> b <pad> <unk>"))
 
@@ -71,7 +71,7 @@ def test_word_vocabulary_keeps_the_most_frequent() -> None:
     assert tokenizer.encode("b a c") == [4, 5, 3]
 
 
-def test_saved_and_read_again(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
     for tokenizer, text in ((train_bpe(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
         tokenizer.save(tmp_path)
         again = open_tokenizer(tmp_path)
@@ -102,7 +102,7 @@ def test_no_text() -> None:
             train()
 
 
-def test_sentencepiece_output_is_no_segmented_text() -> None:
+def test_sentencepiece_output_is_not_segmented_text() -> None:
     with pytest.raises(DataError, match=r"mark unfinished words with '@@ '.*raw text without --segmented"):
         train_words(["▁the ▁hou se", "▁a ▁ri ver"])
     stray = train_words(["the sign a▁b is rare"] + ["the house"] * 20)

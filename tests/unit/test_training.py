@@ -1,4 +1,4 @@
-"""What ranks have to agree on before they train."""
+"""Agreement of ranks before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed_nmt.run import resolve
 CPU = torch.device("cpu")
 
 
-def test_a_kernel_that_some_ranks_cannot_use_none_uses_and_the_others_stay_as_asked_for(
+def test_if_a_rank_lacks_a_kernel_all_ranks_fall_back_to_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
@@ -24,7 +24,7 @@ def test_a_kernel_that_some_ranks_cannot_use_none_uses_and_the_others_stay_as_as
     monkeypatch.setattr(resolve, "fail_together", lambda world: nullcontext())
 
     def other_lacks(operation: str) -> None:
-        """Pretend a second rank that asked for the same, and had to leave one operation to torch."""
+        """Fake a second rank with the same settings that fell back to torch for one operation."""
 
         def total(own: dict[str, float], world: World) -> dict[str, float]:
             other = {name: float(name == operation or name not in asked) for name in own}

@@ -1,4 +1,4 @@
-"""Translation of a stream: in order, in bounded memory, nothing lost."""
+"""Translation of a stream: complete, in order, and in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sour
 
 
 class Letters:
-    """Tokens 4... are the letters of the alphabet."""
+    """Tokenizer with the letters of the alphabet as tokens from 4 up."""
 
     pad = 0
     vocabulary = Vocabulary(30, pad, bos=2, eos=3, unk=1)
@@ -49,7 +49,7 @@ def model() -> TranslationModel:
 
 @pytest.fixture
 def shapes(model: TranslationModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Shapes of the batches that are encoded from now on."""
+    """Shapes of the batches that are encoded during the test."""
     encode, seen = model.encode, []
 
     def spy(source_BS: Tensor, padded: bool = True) -> Memory:
@@ -73,9 +73,9 @@ def same(left: list[Translation], right: list[Translation]) -> bool:
 
 
 @pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 4), (20, 100), (1000, 3), (1000, 100)])
-def test_order_is_kept_whatever_the_batches(model: TranslationModel, max_tokens: int, buffer_lines: int) -> None:
+def test_order_is_kept_with_any_batches(model: TranslationModel, max_tokens: int, buffer_lines: int) -> None:
     alone = [next(translate_lines(model, Letters(), [line], CONFIG, nbest=3)) for line in LINES]
-    assert len({translations[0].text for translations in alone}) >= 8, "alike translations would show no order"
+    assert len({translations[0].text for translations in alone}) >= 8, "equal translations would not show the order"
     with_ends = [line + "\n" for line in LINES]
     together = list(translate_lines(model, Letters(), with_ends, CONFIG, max_tokens, buffer_lines, nbest=3))
     assert len(together) == len(LINES)
@@ -85,7 +85,7 @@ def test_order_is_kept_whatever_the_batches(model: TranslationModel, max_tokens:
         assert len(translations) == 3 if line.strip() else translations == [Translation("", 0.0, [])]
 
 
-def test_batches_are_bounded_and_alike(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
+def test_batches_are_bounded_and_have_similar_lengths(model: TranslationModel, shapes: list[tuple[int, int]]) -> None:
     lines = ["a" * (1 + 7 * number % 20) for number in range(100)]
     list(translate_lines(model, Letters(), lines, CONFIG, max_tokens=64, buffer_lines=1000))
     assert sum(rows for rows, _ in shapes) == 100
@@ -95,7 +95,7 @@ def test_batches_are_bounded_and_alike(model: TranslationModel, shapes: list[tup
     assert sum(rows * longest for rows, longest in shapes) < 1.15 * true_tokens
 
 
-def test_lines_are_read_as_they_are_needed(model: TranslationModel) -> None:
+def test_lines_are_read_on_demand(model: TranslationModel) -> None:
     read = 0
 
     def endless() -> Iterator[str]:
@@ -122,7 +122,7 @@ def test_empty_lines_do_not_reach_the_model(model: TranslationModel, shapes: lis
     assert shapes == []
 
 
-def test_a_line_over_the_bound_is_translated_alone_with_a_remark(
+def test_a_line_over_the_limit_is_translated_alone_with_a_warning(
     model: TranslationModel,
     shapes: list[tuple[int, int]],
     caplog: pytest.LogCaptureFixture,
@@ -147,7 +147,7 @@ def test_nbest(model: TranslationModel) -> None:
     assert best.tokens == translations[0].tokens
 
 
-def test_wrong_numbers_are_reported_together_before_anything_is_read(model: TranslationModel) -> None:
+def test_invalid_numbers_are_reported_together_before_reading(model: TranslationModel) -> None:
     lines = iter(["a"])
     with pytest.raises(ConfigError) as error:
         translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4)
@@ -164,25 +164,27 @@ def test_pad_sources() -> None:
     assert pad_sources([[5, 3], [7, 3]], 0, "cpu")[1] is False
 
 
-def test_length_buckets_take_every_sentence_once() -> None:
+def test_length_buckets_hold_every_sentence_once() -> None:
     lengths = [3, 50, 4, 4, 9, 1]
     buckets = list(length_buckets(lengths, 12))
     assert buckets == [[1], [4], [2, 3, 0], [5]]
     assert list(length_buckets([], 12)) == []
 
 
-def test_progress_is_told_while_a_buffer_is_translated(
+def test_progress_is_reported_while_a_buffer_is_translated(
     model: TranslationModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer of a large model's takes minutes, and its lines come out together."""
-    told: list[int] = []
-    translations = translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=told.append)  # type: ignore[arg-type]
+    """A large model takes minutes for a buffer, whose lines are output together."""
+    reported: list[int] = []
+    translations = translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=reported.append)  # type: ignore[arg-type]
     next(translations)
-    assert sum(told) == len(LINES) and len(told) > 2 and told[0] == 2, "empty lines first, then batch by batch"
+    assert sum(reported) == len(LINES) and len(reported) > 2 and reported[0] == 2, (
+        "empty lines first, then batch by batch"
+    )
     monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
     setup_logging()
     with counting("translate", "sentences", total=len(LINES)) as advance:
         list(translate_lines(model, Letters(), LINES, CONFIG, max_tokens=24, advance=advance))  # type: ignore[arg-type]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(told) + 1 and "translate: 2 of 11 sentences, " in said[0]
+    assert len(said) == len(reported) + 1 and "translate: 2 of 11 sentences, " in said[0]
     assert "translate: 11 sentences in " in said[-1]

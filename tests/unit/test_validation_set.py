@@ -1,4 +1,4 @@
-"""The validation set as batches of ranks."""
+"""Batches of the validation set on each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ranks_share_all_sentences_or_a_slice(corpus: Corpus) -> None:
         assert sum(batch.target_tokens for share in shares for batch in share) == tokens
 
 
-def test_sources_of_other_sentences_leave_the_targets_where_they_are(corpus: Corpus) -> None:
+def test_sources_of_other_sentences_keep_the_targets(corpus: Corpus) -> None:
     sentences = np.arange(0, 50, 2)
     other = {int(i): (int(i) + 2) % 50 for i in sentences}
     valid = of_rank(corpus)

@@ -1,9 +1,10 @@
-"""Runs that start from another run: grown, stacked, tuned; and what their exits translate."""
+"""Runs that start from another run (grown, stacked, fine-tuned), and translations by their exits."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.support import run_ranks
+from tests.support import change_settings, run_ranks
 
 GROW = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
 
@@ -54,7 +55,9 @@ def test_a_grown_run_keeps_its_bottom(
     run_ranks(
         ["-m", "deepspeed_nmt", *command, "--grow-from", str(bottom), "training.max_updates=6"], 2, tmp_path, 120
     )
-    run_ranks(["-m", "deepspeed_nmt", *command, "training.max_updates=8"], 2, tmp_path, 120)  # resumes, by itself
+    run_ranks(
+        ["-m", "deepspeed_nmt", *command, "training.max_updates=8"], 2, tmp_path, 120
+    )  # resumes without --grow-from
     below, grown = Checkpoint(bottom / "checkpoints" / "update-0000004").weights(), newest(run)
     assert all(torch.equal(grown[f"bottom.{name}"], weight) for name, weight in below.items())
     origin = json.loads((run / "origin.json").read_text())
@@ -68,7 +71,7 @@ def test_a_grown_run_keeps_its_bottom(
     assert twice == deep, "an ensemble of a run and itself"
 
 
-def test_direct_stacking_takes_the_layers_there_are(
+def test_direct_stacking_initializes_the_common_layers(
     data: Path, bottom: Path, tmp_path: Path, small: list[str]
 ) -> None:
     run = tmp_path / "stacked"
@@ -80,7 +83,7 @@ def test_direct_stacking_takes_the_layers_there_are(
     assert any(name.startswith("decoder.layers.2.") for name in stacked)
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence(
+def test_mismatched_origins_are_refused(
     data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*more: str, where: Path = data) -> str:
@@ -108,12 +111,12 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
 
 
 def variant(run: Path, to: Path, **sections: dict[str, object]) -> Path:
-    """A copy of a run that says it was trained with other settings."""
+    """Copy a run and change the settings that it records."""
     shutil.copytree(run, to)
     config = yaml.safe_load((to / "config.yaml").read_text())
     for name, settings in sections.items():
         config[name].update(settings)
-    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    change_settings(to, config)
     return to
 
 
@@ -150,7 +153,7 @@ def test_another_network_of_the_same_shape_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_weights_of_another_walk_are_taken_with_a_warning(
+def test_weights_trained_in_another_layer_order_give_a_warning(
     data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = variant(bottom, tmp_path / "other", model={**RECURRENT, "dropout": 0.3})
@@ -160,7 +163,7 @@ def test_weights_of_another_walk_are_taken_with_a_warning(
     assert "were trained in a different network" in error and "dropout" not in error
 
 
-def test_a_run_goes_on_with_the_origin_it_has(
+def test_the_origin_of_a_run_cannot_change(
     data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, other = tmp_path / "run", variant(bottom, tmp_path / "other")
@@ -186,7 +189,7 @@ def test_a_run_goes_on_with_the_origin_it_has(
     assert "has begun without it" in refused(*start, where=words(data, other, *small))
 
 
-def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
+def test_errors_name_the_option_of_the_origin(
     data: Path, bottom: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*more: str) -> str:
@@ -198,7 +201,9 @@ def test_where_a_run_cannot_start_from_is_named_by_the_users_option(
     start = ["--init-from", str(bottom)]
     assert "--from-checkpoint must be best, last, average or the path" in refused(*start, "--from-checkpoint", "nope")
     other = variant(bottom, tmp_path / "other")
-    (other / "checkpoints" / "best").unlink()
+    for checkpoint in (other / "checkpoints").glob("update-*"):
+        opened = Checkpoint(checkpoint)
+        opened.restate(replace(opened.progress, best_score=None))
     assert "use --from-checkpoint last" in refused("--init-from", str(other))
     shutil.rmtree(other / "checkpoints")
     assert "must hold a checkpoint, but is empty; train first" in refused("--init-from", str(other))
@@ -220,10 +225,12 @@ def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
 ) -> None:
     assert translated(data, grown, tmp_path, "--exit", "shallow") == translated(data, bottom, tmp_path)
     deep = translated(data, grown, tmp_path, "--exit", "deep")
-    assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, "an ensemble has no two nets"
+    assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, (
+        "an ensemble is not decoded by deep-shallow search"
+    )
 
 
-def test_rerank_takes_both_exits_of_one_run(
+def test_rerank_refuses_other_runs_and_exits(
     data: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = str(data.parent / "text" / "test.en")
@@ -239,7 +246,7 @@ def test_rerank_takes_both_exits_of_one_run(
     assert "--encoder-layers or --decoder-layers from one" in refused("--encoder-layers", "1")
 
 
-def test_each_run_of_an_ensemble_is_cut_by_its_own_depth(
+def test_an_exit_applies_to_each_run_of_an_ensemble(
     data: Path, bottom: Path, grown: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     deeper = tmp_path / "deeper"
@@ -258,7 +265,7 @@ def test_each_run_of_an_ensemble_is_cut_by_its_own_depth(
     assert f"error: {grown}: the exit must be shallow or deep" in capsys.readouterr().err
 
 
-def test_report_depths_says_what_it_needs(
+def test_report_depths_checks_its_options(
     data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = data.parent / "text"
@@ -269,7 +276,7 @@ def test_report_depths_says_what_it_needs(
         capsys.readouterr()
         assert main([*command, str(out), "--run", str(run), *more]) == 2
         error = capsys.readouterr().err
-        assert "update" not in error or run == grown, "before the model is even loaded"
+        assert "update" not in error or run == grown, "refused before the model is loaded"
         return error
 
     picture = tmp_path / "depths.png"
@@ -319,7 +326,7 @@ def test_a_model_of_many_exits_translates_at_each(
     with monkeypatch.context() as patch:
         patch.setattr(module, "translate_lines", counted)
         assert main([*report, "--json", "--oracle"]) == 0
-    assert batches == [8, 20, 20, 20, 20], "a few sentences first, untimed"
+    assert batches == [8, 20, 20, 20, 20], "a warm-up that is not timed comes first"
     found = json.loads(capsys.readouterr().out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]

@@ -1,0 +1,71 @@
+"""Locks between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from deepspeed_nmt.errors import DataError
+
+
+@contextmanager
+def exclusive(path: Path, refusal: str) -> Iterator[bool]:
+    """Hold a lock during the block. It is released when the process ends, however it ends.
+
+    Args:
+        path: of the lock file, which is removed at the end.
+        refusal: message if another process holds the lock, with ``{holder}`` for that process.
+
+    Yields:
+        True; False without a lock, because the directory is read-only or the file system has no locks.
+
+    Raises:
+        DataError: if another process holds the lock.
+    """
+    try:
+        file = _open_locked(path)
+    except BlockingIOError as error:
+        holder = ""
+        with suppress(OSError):
+            holder = path.read_text(encoding="utf-8").strip()
+        raise DataError(refusal.replace("{holder}", holder or "another process")) from error
+    except OSError:
+        yield False
+        return
+    with file:
+        try:
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+            yield True
+        finally:
+            path.unlink(missing_ok=True)  # before it is released, so it is still this process's file
+
+
+def _open_locked(path: Path) -> TextIO:
+    """Open and lock a file, which need not exist.
+
+    Raises:
+        BlockingIOError: if another process holds the lock.
+        OSError: if the file cannot be opened or locked.
+    """
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:
+            path.unlink(missing_ok=True)
+            file.close()
+            raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                file.truncate(0)
+                return file
+        file.close()  # its holder removed it before this process locked it

@@ -1,0 +1,107 @@
+"""Records of files: their sizes and SHA-256, in JSON files that are themselves checked against a hash beside them."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from deepspeed_nmt.files import atomic_write_bytes, sha256_of
+from deepspeed_nmt.registry import Config
+
+MANIFEST_FILE = "manifest.json"
+HASH_SUFFIX = ".sha256"
+"""Ending of the file with the hash of a record, in the format of the program ``sha256sum``."""
+
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Name of a file in the directory of its record: no path, no hidden file."""
+
+
+class FileRecord(Config):
+    """Size and hash of a file."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @classmethod
+    def of(cls, content: Path | builtins.bytes) -> FileRecord:
+        """Return the record of a file, or of the content of one."""
+        if isinstance(content, builtins.bytes):
+            return cls(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        return cls(bytes=content.stat().st_size, sha256=sha256_of(content))
+
+    def problem(self, file: Path, verify: bool = True) -> str | None:
+        """Compare a file with its record.
+
+        Args:
+            file: to compare.
+            verify: True to compare the hash, False to compare the size only.
+
+        Returns:
+            Predicate of a message, such as "is missing"; None if the file is as recorded.
+        """
+        if not file.is_file():
+            return "is missing"
+        size = file.stat().st_size
+        if size != self.bytes:
+            return f"has {size} bytes instead of {self.bytes}"
+        return "has other content than was written" if verify and sha256_of(file) != self.sha256 else None
+
+
+class DamagedRecordError(Exception):
+    """A record does not match the hash beside it; the message is a clause such as "meta.json is missing"."""
+
+
+def write_record(path: Path, content: bytes) -> None:
+    """Replace a record and its hash; after a crash at any moment the record matches its hash.
+
+    While the record is replaced, the hash file lists the old and the new hash.
+
+    Raises:
+        OSError: if a file cannot be written; the record is then unchanged.
+    """
+    hashes = [FileRecord.of(content).sha256]
+    if path.is_file():
+        hashes.append(sha256_of(path))
+    _write_hashes(path, hashes)
+    atomic_write_bytes(path, content)
+    if len(hashes) > 1:
+        _write_hashes(path, hashes[:1])
+
+
+def adopt_record(path: Path) -> None:
+    """Write the hash of a record that has none because an older version wrote it."""
+    _write_hashes(path, [sha256_of(path)])
+
+
+def read_record(path: Path) -> tuple[bytes, bool]:
+    """Read a record.
+
+    Returns:
+        Its content, and True if it has a hash, which was compared; an older version wrote none.
+
+    Raises:
+        DamagedRecordError: if it cannot be read, or does not match its hash.
+    """
+    hash_file = path.with_name(path.name + HASH_SUFFIX)
+    try:
+        content = path.read_bytes()
+        hashes = hash_file.read_bytes().decode("ascii", errors="replace") if hash_file.exists() else None
+    except FileNotFoundError as error:
+        raise DamagedRecordError(f"{path} is missing") from error
+    except OSError as error:
+        raise DamagedRecordError(f"{error.filename} cannot be read ({error.strerror})") from error
+    if hashes is None:
+        return content, False
+    if FileRecord.of(content).sha256 not in {line.partition(" ")[0] for line in hashes.splitlines()}:
+        raise DamagedRecordError(f"{path} does not match its hash in {hash_file.name}")
+    return content, True
+
+
+def _write_hashes(path: Path, hashes: Iterable[str]) -> None:
+    lines = "".join(f"{digest}  {path.name}\n" for digest in hashes)
+    atomic_write_bytes(path.with_name(path.name + HASH_SUFFIX), lines.encode())

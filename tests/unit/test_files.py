@@ -1,0 +1,257 @@
+"""Reading text once, and replacing files whatever happens."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import io
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt import files
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import atomic_text_writer, atomic_write_text, hidden, open_text, text_lines
+from deepspeed_nmt.locks import exclusive
+from tests.support import ROOT
+
+Write = Callable[[Path, str], None]
+
+
+def write_stream(path: Path, text: str) -> None:
+    """Write a file by :func:`atomic_text_writer`."""
+    with atomic_text_writer(path) as file:
+        file.write(text)
+
+
+both = pytest.mark.parametrize("write", [atomic_write_text, write_stream], ids=["at once", "stream"])
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Set the umask during the block."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@both
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+def test_a_file_that_exists_keeps_its_permissions(write: Write, mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 1235)
+    before = path.stat()
+    with umask(0o027):
+        write(path, "new")
+    after = path.stat()
+    assert path.read_text() == "new" and after.st_ino != before.st_ino
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+def test_an_owner_that_cannot_be_kept_leaves_group_and_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def chown(path: object, owner: int, group: int) -> None:
+        asked.append((owner, group))
+        if owner != -1:
+            raise PermissionError
+
+    monkeypatch.setattr("os.chown", chown)
+    path = tmp_path / "file"
+    path.touch(mode=0o640)
+    atomic_write_text(path, "new")
+    own = path.stat()
+    assert asked == [(own.st_uid, own.st_gid), (-1, own.st_gid)] and stat.S_IMODE(own.st_mode) == 0o640
+
+
+@both
+def test_a_new_file_follows_the_umask(write: Write, tmp_path: Path) -> None:
+    with umask(0o027):
+        write(tmp_path / "file", "new")
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+@both
+def test_the_target_of_a_link_is_replaced(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "file")
+    write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "file").read_text() == "new"
+
+
+@both
+def test_a_name_of_255_bytes_leaves_room_for_the_temporary_one(write: Write, tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 127)
+    write(path, "new")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from deepspeed_nmt.files import atomic_text_writer
+with atomic_text_writer(Path(sys.argv[1])) as file:
+    file.write("half a translation")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@both
+def test_what_a_killed_process_left_goes_with_the_next_write(write: Write, tmp_path: Path) -> None:
+    path = tmp_path / "file[1]"
+    path.write_text("old")
+    command = [sys.executable, "-c", KILLED, str(path)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert killed.returncode == -9 and path.read_text() == "old"
+    (left,) = set(tmp_path.iterdir()) - {path}
+    assert left.read_text() == "half a translation"
+    (tmp_path / ".file[1].notes.tmp").write_text("somebody else's")
+    write(path, "new")
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, ".file[1].notes.tmp"}
+
+
+def test_the_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_text_writer(path) as slow:
+        slow.write("of the slow writer")
+        atomic_write_text(path, "of the fast one")
+        assert path.read_text() == "of the fast one" and len(list(tmp_path.iterdir())) == 2
+    assert path.read_text() == "of the slow writer" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_temporary_file_taken_for_an_orphan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may remove it in the moment between its creation and its lock."""
+    lock, locked = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        locked.append(descriptor)
+        if len(locked) == 1:
+            (new,) = tmp_path.iterdir()
+            new.unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    atomic_write_text(tmp_path / "file", "new")
+    assert len(locked) == 2 and (tmp_path / "file").read_text() == "new"
+
+
+@both
+def test_without_locks_files_are_written_and_nothing_is_removed(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    left = hidden(tmp_path / "file", "0123abcd.tmp")
+    left.touch()
+    write(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new" and left.exists()
+    with exclusive(tmp_path / "lock", "in use by {holder}") as locked:
+        assert not locked
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_names_its_holder_and_leaves_no_file(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.write_text("process 1 on a host that lost its power")  # and its lock with it
+    with exclusive(lock, "in use by {holder}") as locked:
+        assert locked
+        with (
+            pytest.raises(DataError, match=f"in use by process {os.getpid()} on "),
+            exclusive(lock, "in use by {holder}"),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_file_removed_by_its_holder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, locked = fcntl.flock, []
+
+    def late(file: io.IOBase, operation: int) -> None:
+        locked.append(file)
+        if len(locked) == 1:  # the holder ends in the moment between opening and locking
+            (tmp_path / "lock").unlink()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with exclusive(tmp_path / "lock", "") as held:
+        assert held and len(locked) == 2 and (tmp_path / "lock").exists()
+
+
+def test_streams_are_written_to_directly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_stream(Path("/dev/null"), "nothing")
+    write_stream(Path("/dev/stdout"), "first\n")
+    write_stream(Path("/proc/self/fd/2"), "to stderr\n")
+    captured = capfd.readouterr()
+    assert captured.out == "first\n" and captured.err == "to stderr\n"
+    with (tmp_path / "log").open("ab") as log:
+        log.write(b"before\n")
+        log.flush()
+        write_stream(Path(f"/dev/fd/{log.fileno()}"), "during\n")
+        log.write(b"after\n")
+    assert (tmp_path / "log").read_text() == "before\nduring\nafter\n", "a redirected file is not truncated"
+
+
+def fed(path: Path, data: bytes) -> threading.Thread:
+    """A named pipe that a thread writes ``data`` to, once."""
+    os.mkfifo(path)
+    thread = threading.Thread(target=path.write_bytes, args=[data], daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_pipe_is_opened_once(tmp_path: Path) -> None:
+    thread = fed(tmp_path / "pipe", b"one\r\ntwo\xff\n")
+    with open_text(tmp_path / "pipe") as stream:
+        assert list(text_lines(stream)) == ["one", "two\ufffd"]
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_compressed_text_is_recognised_in_files_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = gzip.compress(b"one\n")
+    (tmp_path / "file").write_bytes(data)
+    with (
+        pytest.raises(DataError, match=r"file must be plain text, but is compressed with gzip; run `gunzip -k .*`"),
+        open_text(tmp_path / "file"),
+    ):
+        pass
+    fed(tmp_path / "pipe", data)
+    with (
+        open_text(tmp_path / "pipe") as stream,
+        pytest.raises(DataError, match="pipe must be plain text, but is compressed with gzip; run `gunzip` first"),
+    ):
+        next(text_lines(stream, tmp_path / "pipe"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(data))))  # type: ignore[type-var]
+    with (
+        open_text("-") as stream,
+        pytest.raises(DataError, match="standard input must be plain text, but is compressed with gzip"),
+    ):
+        next(text_lines(stream, "-"))
+
+
+def test_text_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for name, fault in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "is a directory")):
+        with pytest.raises(DataError, match=f"{name} must be a text file, but {fault}"), open_text(name):
+            pass
+
+
+def test_the_hidden_files_of_a_path_are_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.b"
+    for name in (".a.b.00000000.tmp", ".aXb.00000000.tmp", ".a.b.c.00000000.tmp", "a.b.00000000.tmp"):
+        (tmp_path / name).touch()
+    assert [each.name for each in files.hidden_beside(path, r"[0-9a-f]{8}\.tmp")] == [".a.b.00000000.tmp"]

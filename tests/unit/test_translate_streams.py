@@ -1,0 +1,88 @@
+"""`translate` reads and writes files, pipes and standard streams; a model that reverses lines stands in for a run."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt import api
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.search.translate import Translation
+
+LINES = ["one two\n", "\n", "drei\n"]
+REVERSED = "owt eno\n\nierd\n"
+
+
+class Reverser:
+    """A translator that needs no run."""
+
+    def stream(self, lines: Iterable[str], **options: object) -> Iterator[list[Translation]]:
+        """Yield each line backwards."""
+        for line in lines:
+            yield [Translation(line[::-1], 0.0, [])]
+
+
+@pytest.fixture(autouse=True)
+def _no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.Translator, "open", lambda *_, **__: Reverser())
+
+
+def translate(source: Path | str, target: Path | str) -> int:
+    """Run the command."""
+    return main(["translate", "--run", "run", "--input", str(source), "--output", str(target)])
+
+
+def pipe(path: Path, data: bytes) -> Path:
+    """Make a named pipe that a thread writes ``data`` to, once."""
+    os.mkfifo(path)
+    threading.Thread(target=path.write_bytes, args=[data], daemon=True).start()
+    return path
+
+
+@pytest.mark.timeout(20)
+def test_named_pipes(tmp_path: Path) -> None:
+    source, target = pipe(tmp_path / "source", "".join(LINES).encode()), tmp_path / "target"
+    os.mkfifo(target)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(target.read_text()), daemon=True)
+    reader.start()
+    assert translate(source, target) == 0
+    reader.join(5)
+    assert read == [REVERSED]
+
+
+@pytest.mark.timeout(20)
+def test_process_substitution_and_standard_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    readable, writable = os.pipe()
+    os.write(writable, "".join(LINES).encode())
+    os.close(writable)
+    try:
+        assert translate(f"/dev/fd/{readable}", "/dev/stdout") == 0
+    finally:
+        os.close(readable)
+    assert capfd.readouterr().out == REVERSED
+    (tmp_path / "source").write_text("".join(LINES))
+    assert translate(tmp_path / "source", "-") == 0
+    assert capfd.readouterr().out == REVERSED
+    assert translate(tmp_path / "source", "/dev/null") == 0
+
+
+@pytest.mark.timeout(20)
+def test_compressed_text_in_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    assert translate(pipe(tmp_path / "source", gzip.compress(b"one\n")), target) == 2
+    assert "source must be plain text, but is compressed with gzip; run `gunzip` first" in capsys.readouterr().err
+    assert not target.exists() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_output_may_be_the_input(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("".join(LINES))
+    path.chmod(0o640)
+    assert translate(path, path) == 0
+    assert path.read_text() == REVERSED and path.stat().st_mode & 0o777 == 0o640
