@@ -472,7 +472,7 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
         DataDirectory.open(out)
     (out / "meta.json.sha256").unlink()  # as an older version left it
     with pytest.raises(
-        DataError, match=r"what this version's `prepare` writes, but is not: format must be 1, but is"
+        DataError, match=r"what this version's `prepare` writes, but is not: format must be 1"
     ):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")
