@@ -172,8 +172,10 @@ def _hub_problem(name: str) -> str:
     try:
         url = huggingface_hub.hf_hub_url(name, "config.json")
         huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
+    except huggingface_hub.errors.HFValidationError:
+        return ""  # `transformers` says what is wrong with the name
     except huggingface_hub.errors.HfHubHTTPError as error:
         return "" if error.response.status_code < 500 else f"status {error.response.status_code}"
-    except Exception as error:  # of the HTTP library, of an invalid name, or of the hub's offline mode
+    except Exception as error:  # of the HTTP library, or of the hub's offline mode
         return " ".join(str(error).split())[:300] or type(error).__name__
     return ""

@@ -146,9 +146,16 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     """Return the plan of a run for JSON and as text."""
     import torch
 
+    from deepspeed_nmt.console import logger
     from deepspeed_nmt.engine.config import DTYPES
+    from deepspeed_nmt.kernels.backends import is_installed
     from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
 
+    if not is_installed("softmax", "triton"):
+        logger.warning(
+            "Triton is not installed here, so the plan has torch's own operations, which need more memory; CUDA "
+            "builds of torch include it"
+        )
     planner, engine, kernels = planned
     ranks = arguments.num_gpus
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)

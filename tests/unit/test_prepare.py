@@ -471,9 +471,7 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore it, or run"):
         DataDirectory.open(out)
     (out / "meta.json.sha256").unlink()  # as an older version left it
-    with pytest.raises(
-        DataError, match=r"what this version's `prepare` writes, but is not: format must be 1"
-    ):
+    with pytest.raises(DataError, match=r"what this version's `prepare` writes, but is not: format must be 1"):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")
     with pytest.raises(DataError, match="but is not: the file must be JSON, but is not"):
