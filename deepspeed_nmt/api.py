@@ -23,6 +23,8 @@ from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.device import uses_cuda
+from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.ensemble import Ensemble
@@ -83,16 +85,16 @@ class Translator:
                 search.
 
         Raises:
-            ConfigError: if the runs cannot be opened or combined, or an exit or a setting is unknown.
+            ConfigError: if the runs cannot be opened or combined, an exit or a setting is unknown, or there is no GPU
+                for ``device="cuda"``.
             CheckpointError: if the checkpoint does not exist or is damaged.
         """
+        where = torch.device("cuda" if uses_cuda(device, "--device") else "cpu")
         paths = [run] if isinstance(run, (str, Path)) else list(run)
         runs = [Run.open(Path(path)) for path in paths]
         _check_ensemble(runs)
         exits = (exit, encoder_layers, decoder_layers)
         settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
-        use_cuda = device != "cpu" and torch.cuda.is_available()
-        where = torch.device("cuda" if use_cuda else "cpu")
         models = [_model(each, checkpoint, exit, encoder_layers, decoder_layers) for each in runs]
         model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
         longest = min(each.max_source_tokens for each in runs)
@@ -216,13 +218,14 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
     settings |= {key: value for key, value in changes.items() if value is not None}
     kind = SEARCHES[settings["name"]].config
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
-        option = f"--{unknown[0].replace('_', '-')}"
-        raise ConfigError(f"{option} is no option of search.name={settings['name']}, the search of this run")
+        raise ConfigError(
+            f"{_option(unknown[0])} is no option of search.name={settings['name']}, the search of this run"
+        )
     try:
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
         raise ConfigError(
-            [f"{'.'.join(map(str, p['loc']))}: {p['msg']}, but is {p['input']!r}" for p in error.errors()]
+            [problem_of(problem, _option(str(problem["loc"][0]))) for problem in error.errors()]
         ) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
@@ -231,6 +234,11 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
             f"but {run.path} has model.name={run.config.model.name}"
         )
     return search
+
+
+def _option(setting: str) -> str:
+    """Return the option of `translate` for a setting of the search."""
+    return f"--{setting.replace('_', '-')}"
 
 
 def _model(

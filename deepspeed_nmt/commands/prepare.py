@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.prepare import PrepareOptions, prepare
     from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.registry import problem_of
 
     given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -101,18 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         options = PrepareOptions.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_problem(dict(problem)) for problem in error.errors()) from error
+        raise ConfigError(problem_of(problem, _option(problem["loc"])) for problem in error.errors()) from error
     output(report(prepare(options), options.cleaning, options.out))
     return 0
 
 
-def _problem(problem: dict[str, object]) -> str:
-    location = problem["loc"]
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if not isinstance(location, tuple) or not location:
-        return message
-    name = [part for part in location if isinstance(part, str)][-1]
-    return f"--{name.replace('_', '-')}: {message[:1].lower()}{message[1:]}, but is {problem['input']}"
+def _option(location: tuple[int | str, ...]) -> str:
+    """Return the option for an error's place among the settings."""
+    names = [part for part in location if isinstance(part, str)]
+    return f"--{names[-1].replace('_', '-')}" if names else ""
 
 
 def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:

@@ -16,7 +16,7 @@ from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 
 META_FILE = "meta.json"
 FORMAT: Literal[1] = 1
@@ -124,10 +124,10 @@ class DataDirectory:
             raise DataError(f"{error}; restore it, or run `prepare` again with --overwrite") from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
+            problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
-                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
-                f"{error.error_count()} such); run `prepare` again with --overwrite"
+                f"{meta_path} must be what this version's `prepare` writes, but is not: {problem} "
+                f"({error.error_count()} such); run `prepare` again with --overwrite"
             ) from error
         directory = cls(path, meta)
         directory._check(verify=False)

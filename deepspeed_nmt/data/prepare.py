@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
-from deepspeed_nmt.core.vocabulary import SIDES, Side
+from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES, Side
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
 from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
@@ -62,7 +62,7 @@ class PrepareOptions(Config):
     test_source: Paths = ()
     test_target: Paths = ()
     out: Path
-    vocab_size: int | None = Field(default=None, gt=4)
+    vocab_size: int | None = Field(default=None, gt=4, le=MAX_VOCABULARY)
     """Number of tokens; None means 8000, or all tokens of segmented text."""
     vocab_from: Path | None = None
     """Directory whose vocabulary is used instead of a new one."""
@@ -75,9 +75,9 @@ class PrepareOptions(Config):
     normalization: Normalization | None = None
     """Unicode's form of the text of a new vocabulary; None means nfkc."""
     cleaning: CleaningConfig = CleaningConfig()
-    seed: int = 1
+    seed: int = Field(default=1, ge=0, lt=1 << 63)
     """Seed of the sample that the vocabulary is trained on."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     overwrite: bool = False
 
     @model_validator(mode="after")

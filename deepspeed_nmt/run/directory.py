@@ -193,10 +193,28 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for name in (ORIGIN_FILE, MANIFEST_FILE):
             (path / name).unlink(missing_ok=True)
-        files[DATA_FILE] = data_record(str(data.path), data.fingerprint, data.longest_source)
+        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint, data.longest_source)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
+
+
+def recorded_data(path: Path) -> DataDirectory:
+    """Open the data directory that a run began with.
+
+    Args:
+        path: run directory.
+
+    Raises:
+        DataError: if it is not where it was, or is incomplete.
+    """
+    where = Path(str(read_record(path / DATA_FILE, ("path",))["path"]))
+    if not where.is_dir():
+        raise DataError(
+            f"--data is not given, so it is that of {path}, but there is no directory {where}; give the place of its "
+            "data by --data"
+        )
+    return DataDirectory.open(where)
 
 
 def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:

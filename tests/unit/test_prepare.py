@@ -591,10 +591,10 @@ def test_changed_data_is_detected(texts: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"meta.json does not match its hash in meta.json.sha256; restore it, or run"):
         DataDirectory.open(out)
     (out / "meta.json.sha256").unlink()  # as an older version left it
-    with pytest.raises(DataError, match=r"what this version's `prepare` writes, but format is not"):
+    with pytest.raises(DataError, match=r"what this version's `prepare` writes, but is not: format must be 1"):
         DataDirectory.open(out)
     (out / "meta.json").write_text("{ half")
-    with pytest.raises(DataError, match="but the file is not"):
+    with pytest.raises(DataError, match="but is not: the file must be JSON, but is not"):
         DataDirectory.open(out)
 
 
@@ -616,7 +616,7 @@ def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.Captu
     assert cli.main(_arguments(texts, "--max-length", "0", "--max-ratio", "0.5")) == EXIT_USER_ERROR
     message = capsys.readouterr().err
     assert "2 settings are wrong" in message
-    assert "--max-length: input should be greater than or equal to 1, but is 0" in message
+    assert "--max-length must be greater than or equal to 1, but is 0" in message
     assert cli.main(_arguments(texts, "--test-source", str(texts["valid_source"][0]))) == EXIT_USER_ERROR
     assert "test must have as many source as target files, but has 1 and 0" in capsys.readouterr().err
 
