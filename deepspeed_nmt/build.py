@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.model import TranslationModel
@@ -41,8 +45,21 @@ def build_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DE
 
 def build_meta_model(config: RunConfig, vocabulary: Vocabulary, kernels: Kernels = DEFAULT) -> TranslationModel:
     """Build the model of a run on the meta device, where parameters have shapes and no data."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Uninitialised():
         return build_model(config, vocabulary, kernels)
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Mode in which tensors are not filled with random numbers.
+
+    Meta tensors have no data to fill, and torch would first import parts of its compiler, which takes seconds.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func in (torch.Tensor.normal_, torch.Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> Objective:

@@ -23,7 +23,8 @@ COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", 
 """Names of the commands.
 
 Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),
-which returns the exit status. Only the requested one is imported: `score` need not wait for torch and DeepSpeed.
+which returns the exit status. Only the requested one is imported, and its functions import what they need: `--help`
+need not wait for torch.
 """
 _SETTING = re.compile(r"[\w.]+=")
 

@@ -5,20 +5,22 @@ Unknown settings are errors. The class of a section is next to the code that it 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
-from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.batching import MAX_TOKENS, BatchConfig
 from deepspeed_nmt.engine.config import EngineConfig
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
-from deepspeed_nmt.recipes import load_recipe, merge, read_yaml, to_number
-from deepspeed_nmt.registry import Config, Registry
+from deepspeed_nmt.recipes import load_recipe
+from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
+from deepspeed_nmt.registry import Config, Registry, problem_of
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.collapse import CollapseConfig
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
@@ -26,19 +28,25 @@ from deepspeed_nmt.train.session import TrainingConfig
 
 NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "search": SEARCHES}
 """Sections whose class depends on their setting ``name``."""
+_MAX_HINTS = 10
+"""Bound on the unknown settings that are searched for a similar name, and listed."""
 
 
 class ValidationConfig(Config):
     """Validation during training."""
 
     bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
-    best_by: str = Field(
-        default="bleu", pattern="^(bleu|loss)$", description="measure that chooses the best checkpoint"
+    best_by: Literal["bleu", "loss"] = Field(
+        default="bleu",
+        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
+        "lower loss",
     )
     max_sentences: int = Field(
         default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
     )
-    max_tokens: int = Field(default=4096, ge=1, description="batch size of the search: sentences x longest source")
+    max_tokens: int = Field(
+        default=4096, ge=1, le=MAX_TOKENS, description="batch size of the search: sentences x longest source"
+    )
 
 
 def _default(registry: Registry[Any]) -> Any:
@@ -115,19 +123,22 @@ def load_config(recipe: str | None = None, file: Path | None = None, settings: S
     problems: list[str] = []
     for setting in settings:
         key, equals, value = setting.partition("=")
-        if not equals or not key:
-            problems.append(f"settings must look like section.key=value, but one is '{setting}'")
+        if not equals or not key or key.count(".") > MAX_DEPTH:
+            problems.append(f"settings must look like section.key=value, but one is {shown(setting)}")
             continue
-        merge(merged, _nested(key, value))
+        try:
+            merge(merged, _nested(key, value))
+        except ConfigError as error:
+            problems.extend(error.problems)
     return validate(merged, problems)
 
 
 def _nested(key: str, value: str) -> dict[str, Any]:
+    nested: Any
     try:
-        parsed = yaml.safe_load(value)
+        nested = parse_yaml(value, shown(key))
     except yaml.YAMLError:
-        parsed = value
-    nested: Any = to_number(parsed) if isinstance(parsed, str) else parsed
+        nested = value
     for part in reversed(key.split(".")):
         nested = {part: nested}
     content: dict[str, Any] = nested
@@ -157,15 +168,13 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
     Raises:
         ConfigError: if there are problems; it lists all of them.
     """
-    problems = list(problems)
+    problems = [*problems, *_unknown_sections(merged)]
     sections: dict[str, Any] = {}
     for name, content in merged.items():
         if name not in RunConfig.model_fields:
-            keys = [f"{name}.{key}" for key in content] if isinstance(content, dict) else [str(name)]
-            problems.extend(_unknown(key, "") for key in keys)
             continue
         if not isinstance(content, dict):
-            problems.append(f"{name} must be a section with keys, but is {content!r}")
+            problems.append(f"{name} must be a section with keys, but is {shown(content)}")
             continue
         try:
             if name == "objective":
@@ -178,7 +187,7 @@ def validate(merged: Mapping[str, Any], problems: Sequence[str] = ()) -> RunConf
         except ConfigError as error:
             problems.extend(error.problems)
         except ValidationError as error:
-            problems.extend(_sentence(name, problem) for problem in error.errors())
+            problems.extend(_sentences(name, error))
     if problems:
         raise ConfigError(problems)
     config = RunConfig(**sections)
@@ -201,9 +210,9 @@ def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
     problems: list[str] = []
     for name, settings in named.items():
         if name not in known:
-            problems.append(f"objective has no part '{name}'{did_you_mean(name, known)}")
+            problems.append(f"objective has no part {shown(name)}{did_you_mean(name, known)}")
         elif settings is not None and not isinstance(settings, dict):
-            problems.append(f"objective.{name} must be a section with keys, or null, but is {settings!r}")
+            problems.append(f"objective.{name} must be a section with keys, or null, but is {shown(settings)}")
         elif settings is not None:
             table: Registry[Any] = LIKELIHOODS if name in LIKELIHOODS else REGULARIZERS
             try:
@@ -211,7 +220,7 @@ def _objective(content: dict[str, Any]) -> dict[str, PartConfig]:
                 assert isinstance(part, PartConfig)
                 parts[name] = part
             except ValidationError as error:
-                problems.extend(_sentence(f"objective.{name}", problem) for problem in error.errors())
+                problems.extend(_sentences(f"objective.{name}", error))
     chosen = [name for name in parts if name in LIKELIHOODS]
     if len(chosen) != 1 and not problems:
         problems.append(
@@ -229,28 +238,51 @@ def _section(name: str) -> type[Config]:
     return section
 
 
-def _sentence(section: str, problem: Mapping[str, Any]) -> str:
-    """Return the message for an error of pydantic."""
-    key = ".".join([section, *map(str, problem["loc"])])
-    if problem["type"] == "extra_forbidden":
-        return _unknown(key, section)
-    if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}" if problem["loc"] else f"{section}: {problem['ctx']['error']}"
-    what = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
-    return f"{key} {what}, but is {problem['input']!r}"
+def _sentences(section: str, error: ValidationError) -> Iterator[str]:
+    """Yield the messages for the errors of pydantic in a section."""
+    unknown = []
+    for problem in error.errors():
+        key = ".".join([section, *map(str, problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            unknown.append(key)
+        else:
+            yield problem_of(problem, key)
+    inside = [key for key in _all_keys() if key.startswith(section + ".")]
+    yield from _unknown(unknown, f"known: {', '.join(inside)}")
 
 
-def _unknown(key: str, section: str) -> str:
-    """Return the message for an unknown setting, with the ``name`` it belongs to or the nearest known setting."""
+def _unknown_sections(merged: Mapping[str, Any]) -> Iterator[str]:
+    """Yield messages for the settings that are in no section, or in one that does not exist."""
+    keys: list[str] = []
+    for name, content in merged.items():
+        if name not in RunConfig.model_fields:
+            keys += [f"{name}.{key}" for key in content] if isinstance(content, dict) and content else [name]
+    yield from _unknown(keys, f"sections: {', '.join(RunConfig.model_fields)}")
+
+
+def _unknown(keys: Sequence[str], known: str) -> Iterator[str]:
+    """Yield messages for unknown settings: a hint for each, or ``known`` once for all that have none."""
+    hints = {key: _hint(key) for key in keys[:_MAX_HINTS]}
+    yield from filter(None, hints.values())
+    rest = [key for key in keys if not hints.get(key)]
+    if rest:
+        listed = ", ".join(map(shown, rest[:_MAX_HINTS]))
+        more = f" and {len(rest) - _MAX_HINTS:,} more" if len(rest) > _MAX_HINTS else ""
+        yield f"there {'is no setting' if len(rest) == 1 else 'are no settings'} {listed}{more}; {known}"
+
+
+def _hint(key: str) -> str:
+    """Return a message with the ``name`` that an unknown setting belongs to, or the nearest known setting; or ""."""
     if names := _names_with(key):
         return f"{key} is a setting of {' or '.join(names)} only; set that, too, or leave it out"
-    last = key.rsplit(".", 1)[-1]
-    known = list(_all_keys())
-    same = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
-    if same:
-        return f"there is no setting '{key}'; did you mean '{same[0]}'?"
-    inside = [candidate for candidate in known if section and candidate.startswith(section + ".")]
-    return f"there is no setting '{key}'{did_you_mean(key, inside or known)}"
+    section, _, last = key.rpartition(".")
+    parted = {known: known.rpartition(".") for known in _all_keys()}
+    same = [known for known, (_, _, name) in parted.items() if name == last]
+    # Within a section only the names are compared, of which few letters may differ.
+    inside = {name: known for known, (known_in, _, name) in parted.items() if known_in == section}
+    choices, word = (inside, last) if inside else (dict(zip(parted, parted, strict=True)), key)
+    close = same or [choices[each] for each in difflib.get_close_matches(word, choices, n=1, cutoff=0.6)]
+    return f"there is no setting {shown(key)}; did you mean '{close[0]}'?" if close else ""
 
 
 def _names_with(key: str) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +18,17 @@ from typing import TypeVar
 from tqdm import tqdm
 from typing_extensions import override
 
-from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError
+from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError, shown
 
 T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
 
+_HINTS = {
+    errno.ENOSPC: "; free some space and start again",
+    errno.EDQUOT: "; free some space and start again",
+    errno.ENAMETOOLONG: "; give a shorter one",
+}
+"""Hints for errors of the system."""
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress if stderr is not a terminal."""
 
@@ -84,10 +91,10 @@ def report(error: Exception) -> int:
         logger.error("stopped: %s", error)
         return 1
     assert isinstance(error, OSError)
-    where = f" ({error.filename})" if error.filename else ""
-    hint = "; free some space and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    where = f" ({shown(os.fsdecode(error.filename))})" if error.filename else ""
+    hint = _HINTS.get(error.errno or 0, "")
     logger.error("error: %s%s%s", error.strerror or error, where, hint)
-    return 1
+    return EXIT_USER_ERROR if error.errno == errno.ENAMETOOLONG else 1
 
 
 def output(text: str) -> None:

@@ -7,6 +7,7 @@ A message states the requirement, the actual value and a remedy. The command lin
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 EXIT_USER_ERROR = 2
@@ -17,6 +18,12 @@ EXIT_STOPPED = 75
 
 EXIT_RANK_LOST = 70
 """Another rank was lost or stuck; the same command resumes from the last checkpoint (EX_SOFTWARE of sysexits.h)."""
+
+
+_MAX_PROBLEMS = 20
+"""Bound on the problems that a message lists."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class UserError(ValueError):
@@ -42,8 +49,10 @@ class ConfigError(UserError):
         if len(self.problems) == 1:
             message = self.problems[0]
         else:
-            listing = "\n".join(f"  - {problem}" for problem in self.problems)
-            message = f"{len(self.problems)} settings are wrong:\n{listing}"
+            lines = [f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS]]
+            if more := len(self.problems) - len(lines):
+                lines.append(f"  ... and {more:,} more")
+            message = "\n".join([f"{len(self.problems):,} settings are wrong:", *lines])
         super().__init__(message)
 
 
@@ -65,6 +74,11 @@ class ReportedError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
+
+
+def shown(value: object) -> str:
+    """Return the representation of a value for a message, shortened if it is long."""
+    return _SHORT.repr(value)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

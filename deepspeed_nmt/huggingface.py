@@ -6,18 +6,23 @@ optional package; this one imports it when a function is called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_nmt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXTRA = "pip install 'transformers>=5,<6'"
 """Command that installs `transformers`, for messages."""
 SPECIAL = ("pad", "cls", "sep", "unk", "mask")
 """Names of a BERT's special tokens."""
+
+
+_HUB_TIMEOUT_S = 5.0
 
 
 class TokenizerFile(NamedTuple):
@@ -139,13 +144,38 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     load: Callable[..., Any] = getattr(transformers, kind).from_pretrained
+    unreachable = "" if local.is_dir() else _hub_problem(name)
     try:
         if local.is_dir():
             return load(str(local), local_files_only=True, **options)
-        return load(name, **options)
+        return load(name, local_files_only=bool(unreachable), **options)
     except Exception as error:  # a damaged file can raise any error
         reason = " ".join(str(error).split())[:300]
+        if unreachable:
+            reason = (
+                f"the hub cannot be reached ({unreachable}), and its cache on this machine lacks it; give a folder"
+            )
         raise ConfigError(
             f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "
             f"could not be loaded: {reason or type(error).__name__}"
         ) from error
+
+
+@functools.cache
+def _hub_problem(name: str) -> str:
+    """Return the reason why the hub cannot be asked for a model, after seconds; "" if it answers.
+
+    Without this, `transformers` would retry for a minute, and wait for each file of a model in the hub's cache.
+    """
+    import huggingface_hub
+
+    try:
+        url = huggingface_hub.hf_hub_url(name, "config.json")
+        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
+    except huggingface_hub.errors.HFValidationError:
+        return ""  # `transformers` says what is wrong with the name
+    except huggingface_hub.errors.HfHubHTTPError as error:
+        return "" if error.response.status_code < 500 else f"status {error.response.status_code}"
+    except Exception as error:  # of the HTTP library, or of the hub's offline mode
+        return " ".join(str(error).split())[:300] or type(error).__name__
+    return ""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 T = TypeVar("T")
 
@@ -21,6 +21,43 @@ class Config(BaseModel):
     """Base of every configuration class: frozen, validated on construction, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+_REQUIREMENTS = {
+    "bool": "must be true or false",
+    "dict": "must be a section with keys",
+    "finite": "must be a finite number",
+    "float": "must be a number",
+    "int": "must be a whole number",
+    "list": "must be a list",
+    "mapping": "must be a section with keys",
+    "model": "must be a section with keys",
+    "string": "must be text",
+    "tuple": "must be a list",
+}
+"""Requirements by the first word of pydantic's name of an error about a type."""
+_OF_TYPES = ("_type", "_parsing", "_parsing_size", "_from_float", "_number", "_unicode")
+"""Ends of pydantic's names of errors about types."""
+
+
+def problem_of(error: Mapping[str, Any], name: str) -> str:
+    """Return the message for an error of pydantic: "`name` must be ..., but is ...".
+
+    Args:
+        error: one of the errors of a ValidationError.
+        name: of the setting or option; "" for settings that contradict each other.
+    """
+    kind: str = error["type"]
+    if kind == "value_error":  # of a validator of ours, which shows the value itself
+        message = str(error["ctx"]["error"])
+        return f"{name} {message}" if message.startswith("must ") else f"{name}: {message}".removeprefix(": ")
+    if kind == "json_invalid":
+        return f"{name} must be JSON, but is not ({error['ctx']['error']})"
+    if kind == "missing":
+        return f"{name} is required, but missing"
+    required = _REQUIREMENTS.get(kind.split("_")[0]) if kind.endswith(_OF_TYPES) else None
+    required = required or error["msg"].replace("Input should be", "must be")
+    return f"{name} {required}, but is {shown(error['input'])}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +138,7 @@ class Registry(Generic[T]):
         """
         if name not in self:
             raise ConfigError(
-                f"{self.kind}.name must be a known {self.kind}, but is '{name}'{did_you_mean(str(name), self)}"
+                f"{self.kind}.name must be a known {self.kind}, but is {shown(name)}{did_you_mean(str(name), self)}"
             )
         return self._entries[name]
 

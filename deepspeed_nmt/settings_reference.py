@@ -55,13 +55,17 @@ def _tables(section: str) -> Iterator[tuple[str, list[str]]]:
 
 def _row(setting: str, field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {getattr(each, name):g}"
+        f"{sign} {_bound(getattr(each, name))}"
         for each in field.metadata
         for name, sign in _BOUNDS.items()
         if hasattr(each, name)
     ]
     values = " ".join([_values(field.annotation), " and ".join(bounds)]).rstrip()
     return f"| `{setting}` | `{_shown(field.default)}` | {values} | {field.description or ''} |"
+
+
+def _bound(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _values(annotation: Any) -> str:

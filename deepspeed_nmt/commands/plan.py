@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.planning.gpus import Gpu
+    from deepspeed_nmt.run.plans import Planned
 
 _VOCAB_SIZE = "32000"
+_MAX_GPUS = 1_000_000
 HELP = "plan memory and speed of a recipe, or list a sweep"
 
 
@@ -59,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import json
 
-    from deepspeed_nmt.config import load_config
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.planning.gpus import gpu_named
@@ -74,10 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         recipe, settings = points[arguments.point - 1]
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
+    from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
+    from deepspeed_nmt.run.plans import Plans
+
+    plans = Plans()
     for number, (recipe, settings) in enumerate(points, 1):
         config = load_config(recipe, settings=[*settings, *arguments.settings]).resolved()
         vocabulary = _vocabulary(arguments.vocab_size, config)
-        trained, count = _parameters(config, vocabulary)
+        trained, count = plans.parameters(config, vocabulary)
         result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         if trained != count:
             result["trained"] = trained
@@ -87,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         if trained != count:
             text += f", {trained:,} of them trained"
         if gpu is not None:
-            planned, table = _plan(config, vocabulary, arguments, gpu)
+            planned, table = _plan(plans.on(gpu, arguments.num_gpus, config, vocabulary), config, arguments, gpu)
             result, text = {**result, **planned}, f"{text}\n{table}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
@@ -96,20 +101,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
+    from deepspeed_nmt.errors import ConfigError, shown
 
     problems = []
     sizes = (arguments.vocab_size or _VOCAB_SIZE).split(",")
-    if len(sizes) > 2 or not all(size.isdecimal() and int(size) >= 4 for size in sizes):
-        problems.append(f"--vocab-size must be at least 4, or two such numbers, but is {arguments.vocab_size}")
-    if arguments.num_gpus < 1:
-        problems.append(f"--num-gpus must be at least 1, but is {arguments.num_gpus}")
+    if len(sizes) > 2 or not all(map(_is_size, sizes)):
+        problems.append(
+            f"--vocab-size must be from 4 to {MAX_VOCABULARY:,}, or two such numbers, but is "
+            f"{shown(arguments.vocab_size)}"
+        )
+    if not 1 <= arguments.num_gpus <= _MAX_GPUS:
+        problems.append(f"--num-gpus must be from 1 to {_MAX_GPUS:,}, but is {shown(arguments.num_gpus)}")
     if not 0.0 < arguments.mfu <= 1.0:
         problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
     if problems:
         raise ConfigError(problems)
+
+
+def _is_size(text: str) -> bool:
+    from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
+
+    return text.isdecimal() and len(text) < 20 and 4 <= int(text) <= MAX_VOCABULARY
 
 
 def _vocabulary(sizes: str | None, config: RunConfig) -> Vocabulary:
@@ -127,36 +142,22 @@ def _tokens(vocabulary: Vocabulary) -> str:
     return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
 
 
-def _parameters(config: RunConfig, vocabulary: Vocabulary) -> tuple[int, int]:
-    """Return the number of trained parameters, and of all."""
-    from deepspeed_nmt.build import build_meta_model
-
-    counts = [(p.numel(), p.requires_grad) for p in build_meta_model(config, vocabulary).parameters()]
-    return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
-
-
-def _plan(
-    config: RunConfig, vocabulary: Vocabulary, arguments: argparse.Namespace, gpu: Gpu
-) -> tuple[dict[str, Any], str]:
-    """Plan the run on these GPUs, and return the plan for JSON and as text."""
+def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
+    """Return the plan of a run for JSON and as text."""
     import torch
 
-    from deepspeed_nmt.build import build_kernels
+    from deepspeed_nmt.console import logger
     from deepspeed_nmt.engine.config import DTYPES
-    from deepspeed_nmt.engine.settings import resolve_engine_for
+    from deepspeed_nmt.kernels.backends import is_installed
     from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
-    from deepspeed_nmt.run.resolve import make_planner
 
-    kernels = build_kernels(config).planned_for(gpu.capability)
+    if not is_installed("softmax", "triton"):
+        logger.warning(
+            "Triton is not installed here, so the plan has torch's own operations, which need more memory; CUDA "
+            "builds of torch include it"
+        )
+    planner, engine, kernels = planned
     ranks = arguments.num_gpus
-    engine = resolve_engine_for(
-        config.engine,
-        config.optimizer.clip_norm,
-        ranks=ranks,
-        data_ranks=max(1, ranks // config.engine.tensor_parallel),
-        native=gpu.precision,
-    )
-    planner = make_planner(config, vocabulary, engine, ranks, kernels)
     advised, plain = planner.advised(gpu), planner.as_set(gpu.usable_gib)
     columns = {"as set": plain, "advised": advised}
     if any(advised.recompute):

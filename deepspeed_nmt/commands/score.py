@@ -12,20 +12,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deepspeed_nmt.console import output
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.evaluate.bleu import join_segments
-from deepspeed_nmt.evaluate.scoring import (
-    ScoreInputs,
-    as_json,
-    as_text,
-    read_sentences,
-    score_files,
-    warn_of_copies,
-    warn_of_files,
-)
-from deepspeed_nmt.files import shown_name
+if TYPE_CHECKING:
+    from deepspeed_nmt.evaluate.scoring import ScoreInputs
 
 HELP = "score translations: sacreBLEU and chrF with their signatures"
 
@@ -64,6 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         DataError: if a file is missing, empty, not UTF-8, or not aligned with the others.
     """
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.evaluate.scoring import as_json, as_text, score_files, warn_of_copies, warn_of_files
+
     inputs = _read(arguments)
     tokenised = arguments.tokenised or arguments.segmented
     warn_of_files(inputs, tokenised)
@@ -79,6 +72,11 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
     Raises:
         DataError: if a file cannot be read, or the files are not aligned.
     """
+    from deepspeed_nmt.errors import DataError
+    from deepspeed_nmt.evaluate.bleu import join_segments
+    from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences
+    from deepspeed_nmt.files import shown_name
+
     names = [*dict.fromkeys(arguments.hypothesis), *dict.fromkeys(arguments.reference)]
     names += [arguments.source] if arguments.source else []
     if names.count("-") > 1:
@@ -95,7 +93,7 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
         lines = {name: [join_segments(line) for line in sentences] for name, sentences in lines.items()}
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
-        from deepspeed_nmt.data.directory import open_tokenizer  # imported late: its libraries take seconds
+        from deepspeed_nmt.data.directory import open_tokenizer
 
         tokenizer = open_tokenizer(arguments.like)
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepspeed_nmt.selftest.compare import Row
 
+_MAX_RANKS = 256
 HELP = "compare all engines on this machine or cluster"
 
 
@@ -57,20 +58,16 @@ def _check(arguments: argparse.Namespace, launched: int) -> None:
     Raises:
         ConfigError: if an option is out of range, or cannot be respected here.
     """
-    import torch
+    from deepspeed_nmt.errors import ConfigError, shown
+    from deepspeed_nmt.parallel.device import uses_cuda
 
-    from deepspeed_nmt.errors import ConfigError
-
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise ConfigError(f"--ranks must be at least 1, but is {arguments.ranks}")
+    if arguments.ranks is not None and not 1 <= arguments.ranks <= _MAX_RANKS:
+        raise ConfigError(f"--ranks must be from 1 to {_MAX_RANKS}, but is {shown(arguments.ranks)}")
     if launched > 1 and arguments.ranks not in (None, launched):
         raise ConfigError(
             f"--ranks must be left out if a launcher starts the processes, but it has started {launched}"
         )
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch"
-        )
+    uses_cuda(arguments.device, "--device")
 
 
 def _start(arguments: argparse.Namespace) -> int:

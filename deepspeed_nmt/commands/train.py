@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--recipe", metavar="NAME", help="named experiment to take settings from")
     parser.add_argument("--config", type=Path, metavar="F", help="YAML file of settings, which override the recipe")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="data directory, made by `prepare`")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="data directory, made by `prepare` (default: that of the resumed run)",
+    )
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="warm start: begin with this run's weights")
@@ -127,7 +132,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.directory import has_begun
+    from deepspeed_nmt.run.directory import has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
@@ -147,4 +152,10 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
         check_origin(arguments.run, origin)
     config = load_config(arguments.recipe, base, arguments.settings)
     before = load_config(file=arguments.run / CONFIG_FILE) if begun else None
-    return config.resolved(before), DataDirectory.open(arguments.data), origin
+    if arguments.data is None and not begun:
+        raise ConfigError(
+            "--data is required to start a run, but missing; give a directory made by `prepare` (a run that has a "
+            "checkpoint remembers its own)"
+        )
+    data = DataDirectory.open(arguments.data) if arguments.data is not None else recorded_data(arguments.run)
+    return config.resolved(before), data, origin

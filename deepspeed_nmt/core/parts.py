@@ -13,6 +13,13 @@ from typing import ClassVar, NamedTuple, Protocol
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.registry import Config
 
+MAX_WIDTH = 1 << 16
+"""Bound on the width of states."""
+MAX_INNER_WIDTH = 1 << 20
+"""Bound on the width within a sub-layer, and on positions."""
+MAX_LAYERS = 1_000
+"""Bound on the layers of a stack, repetitions counted."""
+
 
 class PartConfig(Config):
     """Settings of a part of a run."""

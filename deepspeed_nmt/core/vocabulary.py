@@ -8,6 +8,8 @@ from typing import Literal
 
 Side = Literal["source", "target"]
 SIDES: tuple[Side, Side] = ("source", "target")
+MAX_VOCABULARY = 10_000_000
+"""Bound on the tokens of a vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from deepspeed_nmt.registry import Config
 Lengths = NDArray[np.int32]
 Indices = NDArray[np.int64]
 
+MAX_TOKENS = 1 << 30
+"""Bound on the tokens of a batch or an update, far below those at which 64-bit sums of them overflow."""
 _WINDOW_UPDATES = 256
 """Updates in a window, enough to find sentences of nearly equal length in both languages."""
 _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
@@ -40,10 +42,16 @@ class BatchConfig(Config):
     """Amounts of text in an update and on a GPU."""
 
     update_tokens: int = Field(
-        default=32768, ge=1, description="target tokens in one update, over all GPUs (the papers' 8 x 4096)"
+        default=32768,
+        ge=1,
+        le=MAX_TOKENS,
+        description="target tokens in one update, over all GPUs (the papers' 8 x 4096)",
     )
     micro_tokens: int = Field(
-        default=4096, ge=1, description="padded tokens a GPU holds at once: rows x the longer of the two sides"
+        default=4096,
+        ge=1,
+        le=MAX_TOKENS,
+        description="padded tokens a GPU holds at once: rows x the longer of the two sides",
     )
     max_padding: float = Field(
         default=0.1, gt=0.0, le=1.0, description="share of padding above which an update is cut finer"

@@ -7,15 +7,16 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 
 META_FILE = "meta.json"
 FORMAT: Literal[1] = 1
@@ -44,6 +45,7 @@ class Meta(Config):
         pairs_read: training pairs before cleaning.
         removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
         splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        round_trips: lines that encoding and decoding changes, by ``<split>.<side>``; empty in older directories.
         files: every file of the directory except ``meta.json``.
     """
 
@@ -57,6 +59,7 @@ class Meta(Config):
     pairs_read: int
     removed: dict[str, int]
     splits: dict[str, SplitStats]
+    round_trips: dict[str, RoundTrip] = Field(default_factory=dict)
     files: dict[str, FileRecord]
 
 
@@ -121,10 +124,10 @@ class DataDirectory:
             raise DataError(f"{error}; restore it, or run `prepare` again with --overwrite") from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
+            problem = problem_of(first, ".".join(map(str, first["loc"])) or "the file")
             raise DataError(
-                f"{meta_path} must be what this version's `prepare` writes, but {where} is not ({first['msg']}, "
-                f"{error.error_count()} such); run `prepare` again with --overwrite"
+                f"{meta_path} must be what this version's `prepare` writes, but is not: {problem} "
+                f"({error.error_count()} such); run `prepare` again with --overwrite"
             ) from error
         directory = cls(path, meta)
         directory._check(verify=False)
@@ -143,6 +146,11 @@ class DataDirectory:
     def vocabulary(self) -> dict[str, FileRecord]:
         """Records of the vocabulary's files by name."""
         return {name: record for name, record in self.meta.files.items() if name.startswith("vocabulary.")}
+
+    @property
+    def longest_source(self) -> int:
+        """Tokens of the longest source sentence of the training text, without EOS."""
+        return self.meta.splits["train"].source.longest
 
     @property
     def has_test(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
+from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.backends import parse_setting
 from deepspeed_nmt.registry import Config
 
@@ -16,7 +17,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 def _recompute(value: object) -> object:
     """Check a recomputation setting."""
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"must be auto or a whole number from 0 up, but is {value!r}")
+        raise ValueError(f"must be auto or a whole number from 0 up, but is {shown(value)}")
     return value
 
 
@@ -89,6 +90,7 @@ class EngineConfig(Config):
     timeout_s: float = Field(
         default=1800.0,
         gt=0.0,
+        le=1e8,
         description="time limit in seconds of waiting for another rank, and of saving or validating",
     )
 

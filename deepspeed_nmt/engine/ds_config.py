@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.engine.config import Precision
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN_KEYS = {
@@ -53,7 +53,7 @@ def find_ds_config(name: str) -> Path:
             return candidate
     known = sorted({path.stem for folder in folders for path in folder.glob("*.json")})
     raise ConfigError(
-        f"engine.ds_config must be a JSON file or a known name, but is '{name}'{did_you_mean(name, known)}"
+        f"engine.ds_config must be a JSON file or a known name, but is {shown(name)}{did_you_mean(name, known)}"
     )
 
 
@@ -69,7 +69,7 @@ def load_ds_config(name: str) -> dict[str, Any]:
     path = find_ds_config(name)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be DeepSpeed's JSON, but cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a JSON object, but contains a {type(content).__name__}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("torch", "triton", "apex"),
@@ -79,16 +79,16 @@ def parse_setting(setting: str, source: str) -> Choices:
         if not equals:
             raise ConfigError(
                 f"{source} must be auto, one of {', '.join(BACKENDS)}, or operation=backend separated by commas, but "
-                f"is '{setting}'{did_you_mean(setting, BACKENDS)}"
+                f"is {shown(setting)}{did_you_mean(setting, BACKENDS)}"
             )
         if operation not in OPERATIONS:
             raise ConfigError(
-                f"{source} may name {', '.join(OPERATIONS)}, but names '{operation}'"
+                f"{source} may name {', '.join(OPERATIONS)}, but names {shown(operation)}"
                 f"{did_you_mean(operation, OPERATIONS)}"
             )
         if name not in ("auto", *OPERATIONS[operation]):
             raise ConfigError(
-                f"{source}: {operation} must be auto, {' or '.join(OPERATIONS[operation])}, but is '{name}'"
+                f"{source}: {operation} must be auto, {' or '.join(OPERATIONS[operation])}, but is {shown(name)}"
                 f"{did_you_mean(name, OPERATIONS[operation])}"
             )
         found[operation] = name

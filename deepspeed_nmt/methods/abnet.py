@@ -47,7 +47,7 @@ from typing_extensions import override
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
-from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
@@ -86,7 +86,7 @@ class AbNetConfig(BertPair):
     adapters: Literal["serial", "parallel"] = Field(
         default="serial", description="place of the decoder's adapters: behind the frozen sub-layers, or beside them"
     )
-    adapter_dim: int = Field(default=2048, ge=1, description="inner width of the adapters")
+    adapter_dim: int = Field(default=2048, ge=1, le=MAX_INNER_WIDTH, description="inner width of the adapters")
 
     left_to_right: ClassVar[bool] = False
 

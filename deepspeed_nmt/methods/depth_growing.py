@@ -41,7 +41,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
-from deepspeed_nmt.core.parts import ModelConfig, Parts, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import (
@@ -64,8 +64,8 @@ class DepthGrowingConfig(TransformerShape):
     """Shape of the bottom, which must equal that of the run it is loaded from, and depth of the top."""
 
     name: Literal["depth_growing"] = "depth_growing"
-    top_encoder_layers: int = Field(default=2, ge=1, description="encoder layers of the top")
-    top_decoder_layers: int = Field(default=2, ge=1, description="decoder layers of the top")
+    top_encoder_layers: int = Field(default=2, ge=1, le=MAX_LAYERS, description="encoder layers of the top")
+    top_decoder_layers: int = Field(default=2, ge=1, le=MAX_LAYERS, description="decoder layers of the top")
     residual_norm: bool = Field(
         default=True, description="LayerNorm on the embeddings that enter the top (r), as in the authors' code"
     )

@@ -43,6 +43,7 @@ from deepspeed_nmt.core.objective import LossOutput
 from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.registry import SelfTest
@@ -63,9 +64,11 @@ class MultiSoftmaxConfig(LikelihoodConfig):
     @classmethod
     def _form(cls, value: object) -> str:
         if not isinstance(value, str):  # YAML reads 0x2 as a hexadecimal number.
-            raise ValueError(f"must be all, or a string AxB such as 2x2, A and B from 1, but is {value!r} in YAML")
+            raise ValueError(
+                f"must be all, or a string AxB such as 2x2, A and B from 1, but is {shown(value)} in YAML"
+            )
         if value != "all" and not _EXITS.fullmatch(value):
-            raise ValueError(f"must be all, or AxB such as 2x2, but is '{value}'")
+            raise ValueError(f"must be all, or AxB such as 2x2, but is {shown(value)}")
         return value
 
     @field_validator("weights")

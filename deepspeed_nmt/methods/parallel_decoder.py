@@ -44,7 +44,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.parts import DataVocabulary
+from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.bert import parts
 from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
@@ -79,7 +79,7 @@ class BertDecoderConfig(BertPair):
     freeze: tuple[Part, ...] = Field(default=("embeddings",), description="parts excluded from training")
     tie_output: bool = Field(default=True, description="tie the output matrix to the target's embeddings")
     coordinator_layers: int = Field(
-        default=12, ge=1, description="layers with cross-attention on top, for decoder=coordinator"
+        default=12, ge=1, le=MAX_LAYERS, description="layers with cross-attention on top, for decoder=coordinator"
     )
 
     @model_validator(mode="after")

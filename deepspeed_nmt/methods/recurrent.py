@@ -27,7 +27,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed_nmt.core.parts import Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
@@ -45,24 +45,28 @@ class RecurrentConfig(TransformerShape):
         description="stacked: each loop starts at the lowest layer; closed_chain: loops go up and down in turn",
     )
     encoder_loops: int = Field(
-        default=5, ge=1, description="loops over the layers of the encoder (T); 1: no recurrence"
+        default=5, ge=1, le=MAX_LAYERS, description="loops over the layers of the encoder (T); 1: no recurrence"
     )
     decoder_loops: int = Field(
-        default=2, ge=1, description="loops over the layers of the decoder (T); 1: no recurrence"
+        default=2, ge=1, le=MAX_LAYERS, description="loops over the layers of the decoder (T); 1: no recurrence"
     )
 
     @model_validator(mode="after")
-    def _check_chain(self) -> RecurrentConfig:
-        if self.sharing == "closed_chain":
-            for side, layers, loops in (
-                ("encoder", self.encoder_layers, self.encoder_loops),
-                ("decoder", self.decoder_layers, self.decoder_loops),
-            ):
-                if loops > 1 and layers < 2:
-                    raise ValueError(
-                        f"sharing=closed_chain needs 2 layers or more, but {side}_layers is 1 and "
-                        f"{side}_loops is {loops}; use more layers, or sharing=stacked"
-                    )
+    def _check_loops(self) -> RecurrentConfig:
+        for side, layers, loops in (
+            ("encoder", self.encoder_layers, self.encoder_loops),
+            ("decoder", self.decoder_layers, self.decoder_loops),
+        ):
+            if layers * loops > MAX_LAYERS:
+                raise ValueError(
+                    f"{side}_layers x {side}_loops must be at most {MAX_LAYERS:,}, but is {layers:,} x {loops:,}; "
+                    "lower one of them"
+                )
+            if self.sharing == "closed_chain" and loops > 1 and layers < 2:
+                raise ValueError(
+                    f"sharing=closed_chain needs 2 layers or more, but {side}_layers is 1 and "
+                    f"{side}_loops is {loops}; use more layers, or sharing=stacked"
+                )
         return self
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:

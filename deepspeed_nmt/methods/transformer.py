@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
-from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, Stages
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
@@ -48,11 +48,13 @@ from deepspeed_nmt.registry import SelfTest
 class TransformerShape(ModelConfig):
     """Shape, dropout and initialisation of a Transformer. The defaults are those of BASE."""
 
-    dim: int = Field(default=512, ge=2, description="width of the states (D)")
-    ffn_dim: int = Field(default=2048, ge=1, description="inner width of the feed-forward networks")
-    heads: int = Field(default=8, ge=1, description="attention heads; must divide dim")
-    encoder_layers: int = Field(default=6, ge=1, description="layers of the encoder (N)")
-    decoder_layers: int = Field(default=6, ge=1, description="layers of the decoder (M)")
+    dim: int = Field(default=512, ge=2, le=MAX_WIDTH, description="width of the states (D)")
+    ffn_dim: int = Field(
+        default=2048, ge=1, le=MAX_INNER_WIDTH, description="inner width of the feed-forward networks"
+    )
+    heads: int = Field(default=8, ge=1, le=MAX_WIDTH, description="attention heads; must divide dim")
+    encoder_layers: int = Field(default=6, ge=1, le=MAX_LAYERS, description="layers of the encoder (N)")
+    decoder_layers: int = Field(default=6, ge=1, le=MAX_LAYERS, description="layers of the decoder (M)")
     norm: NormStyle = Field(
         default="pre",
         description="LayerNorm before the sub-layer (pre) or after (post); deepnorm: post, with a weighted residual",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.device import uses_cuda
 from deepspeed_nmt.parallel.launched import once_per_host, place
 from deepspeed_nmt.parallel.rendezvous import meet
 
@@ -105,8 +106,8 @@ def join_world(
     """
     rank, ranks, local_rank = here = place()
     with once_per_host():
-        _check(device, ranks, tensor_ranks)
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        _check(ranks, tensor_ranks)
+        use_cuda = uses_cuda(device, "engine.device")
     index = _gpu(local_rank) if use_cuda else local_rank
     where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -147,7 +148,7 @@ def _gpu(local_rank: int) -> int:
     return local_rank
 
 
-def _check(device: str, ranks: int, tensor_ranks: int) -> None:
+def _check(ranks: int, tensor_ranks: int) -> None:
     """Check the settings that are wrong on all ranks of a host if on any.
 
     Raises:
@@ -157,10 +158,6 @@ def _check(device: str, ranks: int, tensor_ranks: int) -> None:
         raise ConfigError(
             f"engine.tensor_parallel must divide the number of processes, but is {tensor_ranks} with {ranks} "
             f"{'process' if ranks == 1 else 'processes'}; start a multiple of {tensor_ranks}, or lower it"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device is cuda, but torch finds no GPU; use engine.device=cpu or install a CUDA build"
         )
     if ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(

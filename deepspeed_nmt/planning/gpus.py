@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 CONTEXT_GIB = 1.0
 """Memory (GiB) that the driver, cuBLAS and NCCL use."""
@@ -70,7 +70,7 @@ def gpu_named(name: str) -> Gpu:
         gib = 0.0
     if not 0.0 < gib < math.inf:
         raise ConfigError(
-            f"--gpu must be one of {', '.join(GPUS)}, or NAME:GiB such as rtx4090:24, but is '{name}'"
+            f"--gpu must be one of {', '.join(GPUS)}, or NAME:GiB such as rtx4090:24, but is {shown(name)}"
             f"{did_you_mean(name, GPUS)}"
         )
     kind = kind_of(label)

@@ -1,9 +1,9 @@
-"""Planner of a run: it counts the model once, and computes the memory of any layout from the counts."""
+"""Planner of a run: it computes the memory of any layout from counts of the model."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,65 +11,81 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.engine.config import DTYPES, EngineConfig
+from deepspeed_nmt.engine.config import DTYPES, EngineConfig, Precision
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import EngineSettings
-from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import RECOMPUTE, Plan, advise, plan_for
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.memory import Layout, Recompute, Work, count_update, interpolated
+from deepspeed_nmt.planning.memory import Layout, Recompute, Work, WorkOf, count_update, interpolated
 
 _COUNTED = (2048, 8192)
 """Sizes in tokens of the micro-batches that are counted; other sizes are interpolated."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a model that all its plans share. They take seconds, plans none.
+
+    Attributes:
+        work: work of a micro-batch on one rank.
+        trained: number of trained parameters on one rank.
+        frozen: number of frozen parameters on one rank.
+    """
+
+    work: WorkOf
+    trained: int
+    frozen: int
+
+
+def count_model(
+    model: TranslationModel, objective: Objective, vocabulary: Vocabulary, precision: Precision, tensor_ranks: int
+) -> Counts:
+    """Count a model.
+
+    Args:
+        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to ``precision``.
+        objective: of the run.
+        vocabulary: of the data.
+        precision: that the model is trained in.
+        tensor_ranks: number of GPUs that share the model.
+
+    Raises:
+        ConfigError: if ``tensor_ranks`` does not divide the model.
+    """
+    parallelize(model, World(0, tensor_ranks, 0, torch.device("meta"), tensor_ranks))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    model.to(DTYPES[precision])
+
+    def counted(recompute: Recompute) -> tuple[Work, Work]:
+        small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
+        return small, large
+
+    encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
+    work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))
+    return Counts(work, trained, frozen)
 
 
 class Planner:
     """Planner of a model: memory and speed of any layout, recomputation and micro-batch size.
 
     Args:
-        model: on the meta device, with kernels planned for the GPUs; sliced here, and converted to the precision it
-            is trained in.
-        objective: of the run.
-        vocabulary: of the data.
+        counts: of the model.
         engine: settings of the user; ``tensor_parallel`` is respected by all plans.
         settings: the same settings, resolved.
         batch: sizes of updates and micro-batches.
-        ranks: number of GPUs.
-
-    Raises:
-        ConfigError: if ``engine.tensor_parallel`` does not divide the ranks or the model.
+        ranks: number of GPUs, a multiple of ``engine.tensor_parallel``.
     """
 
     def __init__(
-        self,
-        model: TranslationModel,
-        objective: Objective,
-        vocabulary: Vocabulary,
-        engine: EngineConfig,
-        settings: EngineSettings,
-        batch: BatchConfig,
-        ranks: int,
+        self, counts: Counts, engine: EngineConfig, settings: EngineSettings, batch: BatchConfig, ranks: int
     ) -> None:
-        tensor_ranks = engine.tensor_parallel
-        if ranks % tensor_ranks:
-            raise ConfigError(
-                f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs"
-            )
-        parallelize(model, World(0, ranks, 0, torch.device("meta"), tensor_ranks))
-        self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.frozen = sum(p.numel() for p in model.parameters()) - self.trained
-        model.to(DTYPES[settings.precision])
-
-        def counted(recompute: Recompute) -> tuple[Work, Work]:
-            small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
-            return small, large
-
-        encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
-        self.work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))
+        self.work, self.trained, self.frozen = counts.work, counts.trained, counts.frozen
         self._engine, self._settings, self._batch = engine, settings, batch
-        self._layout = Layout(None, ranks, tensor_ranks, 32 if settings.precision == "fp32" else 16)
+        bits = 32 if settings.precision == "fp32" else 16
+        self._layout = Layout(None, ranks, engine.tensor_parallel, bits)
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""

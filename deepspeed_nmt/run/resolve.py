@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.engine.config import DTYPES
@@ -26,7 +28,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import Recompute
-from deepspeed_nmt.planning.planner import Planner
+from deepspeed_nmt.planning.planner import Counts, Planner, count_model
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
@@ -103,7 +105,12 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
 
 
 def make_planner(
-    config: RunConfig, vocabulary: Vocabulary, engine: EngineSettings, ranks: int, kernels: Kernels
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    engine: EngineSettings,
+    ranks: int,
+    kernels: Kernels,
+    counted: MutableMapping[str, Counts] | None = None,
 ) -> Planner:
     """Return a planner of a run.
 
@@ -113,12 +120,21 @@ def make_planner(
         engine: resolved settings.
         ranks: GPUs.
         kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
+        counted: counts of models for GPUs of this capability, which are used and added to; None for none.
 
     Raises:
         ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
-    model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
-    return Planner(model, objective, vocabulary, config.engine, engine, config.batch, ranks)
+    tensor_ranks = config.engine.tensor_parallel
+    if ranks % tensor_ranks:
+        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
+    counted = {} if counted is None else counted
+    choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
+    key = repr((config.model, config.layer, config.objective, vocabulary, choice))
+    if key not in counted:
+        model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
+        counted[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
+    return Planner(counted[key], config.engine, engine, config.batch, ranks)
 
 
 def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:
@@ -149,12 +165,13 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
     """Check that the model can be trained on the data.
 
     Raises:
-        ConfigError: if pretrained weights have another vocabulary.
+        ConfigError: if pretrained weights have another vocabulary, or the model does not fit into this host's memory.
         DataError: if a sentence is longer than the model can read.
     """
     if not resumed:
         config.model.check_data(data.tokenizer())
     model = build_meta_model(config, vocabulary)
+    _check_size(model)
     bounds = {"source": model.longest_source, "target": model.longest_target}
     for split in ("train", "valid"):
         corpus = data.corpus(split)
@@ -166,6 +183,22 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
                     f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
                     f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
                 )
+
+
+def _check_size(model: TranslationModel) -> None:
+    """Refuse a model that this host cannot hold; the system would kill the process while it is built.
+
+    Raises:
+        ConfigError: if its weights and their copy for validation are larger than the host's memory.
+    """
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed = 2 * 4 * count / GIB
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    if needed > present:
+        raise ConfigError(
+            f"the model must fit twice into this host's memory of {present:,.1f} GiB, once for training and once for "
+            f"validation, but its {count:,} parameters take {needed:,.1f} GiB; lower the model.* settings"
+        )
 
 
 def resolve_recomputation(

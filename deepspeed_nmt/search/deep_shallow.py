@@ -25,6 +25,7 @@ from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
+from deepspeed_nmt.search.length_penalty import MAX_EXPONENT
 
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -35,7 +36,9 @@ class DeepShallowConfig(BeamSettings):
     needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
     name: Literal["deep_shallow"] = "deep_shallow"
     alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the exit that proposed a candidate")
-    exponent: float = Field(default=0.4, description="exponent of length + 1 in the total")
+    exponent: float = Field(
+        default=0.4, ge=-MAX_EXPONENT, le=MAX_EXPONENT, description="exponent of length + 1 in the total"
+    )
 
 
 class DeepShallow:

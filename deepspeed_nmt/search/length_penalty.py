@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, shown
 
 MAX_EXPONENT = 10.0
 """Far above every useful exponent, and far below those that overflow at thousands of tokens."""
@@ -50,8 +50,8 @@ class LengthPenalty:
         match = re.fullmatch(r"(gnmt|power):(\d+(?:\.\d*)?|\.\d+)", text, flags=re.ASCII)
         if match is None or float(match[2]) > MAX_EXPONENT:
             raise ConfigError(
-                f"length_penalty must be gnmt:A or power:A with A from 0 to {MAX_EXPONENT:g}, mean, or none, "
-                f"but is '{text}'; the usual one is gnmt:0.6"
+                f"must be gnmt:A or power:A with A from 0 to {MAX_EXPONENT:g}, mean, or none, but is {shown(text)}; "
+                "the usual one is gnmt:0.6"
             )
         return cls(match[1], float(match[2]))
 

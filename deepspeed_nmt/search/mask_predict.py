@@ -29,8 +29,8 @@ class MaskPredictConfig(SearchConfig):
     left_to_right: ClassVar[bool] = False
     width_setting: ClassVar[str | None] = "length_beam"
     name: Literal["mask_predict"] = "mask_predict"
-    iterations: int = Field(default=10, ge=1, description="rounds of prediction (T)")
-    length_beam: int = Field(default=5, ge=1, description="lengths tried for each sentence (l)")
+    iterations: int = Field(default=10, ge=1, le=1000, description="rounds of prediction (T)")
+    length_beam: int = Field(default=5, ge=1, le=1000, description="lengths tried for each sentence (l)")
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse models that predict from left to right."""

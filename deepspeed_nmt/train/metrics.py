@@ -29,7 +29,6 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from deepspeed_nmt.console import logger
@@ -65,6 +64,8 @@ class Metrics:
         self._active = active
         if not active:
             return
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
         path = run / METRICS_FILE
         if path.is_file():
             kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]

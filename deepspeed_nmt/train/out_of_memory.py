@@ -6,7 +6,6 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
@@ -15,8 +14,7 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.data.loader import TrainLoader
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
-
-Probe = Literal["auto", "always", "never"]
+from deepspeed_nmt.train.session import Probe
 
 _SIGNS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 """Phrases in messages of errors that have no class of their own."""

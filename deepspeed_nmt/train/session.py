@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field
 
-from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.parallel.watchdog import Watchdog
-from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.train.collapse import CollapseMonitor
-from deepspeed_nmt.train.metrics import Metrics
-from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
-from deepspeed_nmt.train.out_of_memory import Probe
-from deepspeed_nmt.train.signals import StopRequest
-from deepspeed_nmt.train.store import CheckpointStore
-from deepspeed_nmt.train.throughput import Workload
+
+if TYPE_CHECKING:  # the settings are read by commands that do not train
+    from deepspeed_nmt.data.loader import TrainLoader
+    from deepspeed_nmt.engine.base import Engine
+    from deepspeed_nmt.parallel.watchdog import Watchdog
+    from deepspeed_nmt.parallel.world import World
+    from deepspeed_nmt.train.collapse import CollapseMonitor
+    from deepspeed_nmt.train.metrics import Metrics
+    from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
+    from deepspeed_nmt.train.signals import StopRequest
+    from deepspeed_nmt.train.store import CheckpointStore
+    from deepspeed_nmt.train.throughput import Workload
+
+Probe = Literal["auto", "always", "never"]
 
 
 class TrainingConfig(Config):
     """Length of training, and intervals of logging, validation and checkpoints."""
 
-    seed: int = Field(default=1, ge=0, description="seed of initial weights, data order, and dropout")
+    seed: int = Field(default=1, ge=0, lt=1 << 63, description="seed of initial weights, data order, and dropout")
     max_updates: int = Field(default=100_000, ge=1, description="number of updates after which training ends")
     max_epochs: int = Field(default=0, ge=0, description="number of epochs after which training ends; 0: no limit")
     log_every: int = Field(default=100, ge=1, description="updates between lines of the log")
@@ -33,7 +36,9 @@ class TrainingConfig(Config):
     keep_last: int = Field(default=5, ge=1, description="number of newest checkpoints to keep")
     keep_best: bool = Field(default=True, description="also keep the best checkpoint")
     patience: int = Field(
-        default=0, ge=0, description="early stopping: validations without a better score that end training; 0: off"
+        default=0,
+        ge=0,
+        description="early stopping: validations in a row that are no better than the best and end training; 0: off",
     )
     max_skipped: int = Field(
         default=20, ge=1, description="updates in a row without a finite gradient that cause a rollback"
@@ -57,10 +62,12 @@ class Validation:
     Attributes:
         values: values for the log, by tag.
         score: score that chooses the best checkpoint; greater is better.
+        loss: validation loss, which decides between equal scores.
     """
 
     values: dict[str, float]
     score: float
+    loss: float
 
 
 class Validator(Protocol):

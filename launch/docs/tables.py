@@ -5,13 +5,19 @@ python launch/docs/tables.py
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.config import load_config
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.planning.advice import GIB
+from deepspeed_nmt.planning.gpus import GPUS
 from deepspeed_nmt.recipes import recipes
+from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.settings_reference import settings_reference
 
+LARGE = "deep_decoder_big_54"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "<!-- end of what it writes -->\n"
 
@@ -52,18 +58,48 @@ def _layers(model: Any) -> str:
     return " + ".join(sides)
 
 
-def with_table(page: str) -> str:
-    """Return a page with an updated table of recipes."""
+def plan_table() -> str:
+    """Return the table of the memory that `plan` computes for a large model on clusters of V100s."""
+    recomputed = ["engine.recompute_encoder=1", "engine.recompute_decoder=1"]
+    vocabulary, plans = Vocabulary(32000), Plans()
+    lines = [
+        "| cluster | as the recipe is set (ZeRO-2, 4,096 tokens) | with all layers recomputed | advised | GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, ranks in itertools.product(("v100-16g", "v100-32g"), (8, 32)):
+        gpu = GPUS[name]
+        plain, small = (
+            plans.on(gpu, ranks, load_config(LARGE, settings=settings), vocabulary).planner
+            for settings in ([], recomputed)
+        )
+        as_set, least = plain.as_set(gpu.usable_gib), small.as_set(gpu.usable_gib)
+        advised = plain.advised(gpu)
+        assert not any(advised.recompute), "the table has no column for it"
+        cells = [
+            f"{ranks} x V100 {gpu.gib:.0f} GB",
+            f"{as_set.total / GIB:.2f} GiB{'' if as_set.fits(gpu.usable_gib) else ', does not fit'}",
+            f"{least.total / GIB:.2f} GiB",
+            f"ZeRO-{advised.layout.stage}, {advised.micro_tokens:,} tokens",
+            f"{advised.total / GIB:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    work = f"A target token costs {advised.flops_per_token / 1e9:.2f} GFLOP, forward and backward."
+    return "\n".join([*lines, "", work, ""])
+
+
+def with_table(page: str, table: str) -> str:
+    """Return a page with a new version of the table between its marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}{recipe_table()}\n{END}{after}"
+    return f"{before}{BEGIN}{table}\n{END}{after}"
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
     (DOCS / "configuration.md").write_text(settings_reference(), encoding="utf-8")
-    page = DOCS / "recipes.md"
-    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, table in (("recipes.md", recipe_table()), ("scale.md", plan_table())):
+        page = DOCS / name
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 
 if __name__ == "__main__":

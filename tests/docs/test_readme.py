@@ -220,7 +220,15 @@ def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
     tables = importlib.import_module("tables")
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert tables.with_table(page) == page, "run `python launch/docs/tables.py`"
+    assert tables.with_table(page, tables.recipe_table()) == page, "run `python launch/docs/tables.py`"
+
+
+def test_the_plans_of_a_large_model_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
+    tables = importlib.import_module("tables")
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert tables.with_table(page, tables.plan_table()) == page, "run `python launch/docs/tables.py`"
 
 
 def test_the_citation_has_the_papers() -> None:

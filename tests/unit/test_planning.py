@@ -231,5 +231,5 @@ def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match=r"set engine\.memory_gib"):
         chosen(*auto)
     for wrong in ("-1", "some", "0.5"):
-        with pytest.raises(ConfigError, match=r"engine\.recompute_decoder: must be auto or a whole number from 0 up"):
+        with pytest.raises(ConfigError, match=r"engine\.recompute_decoder must be auto or a whole number from 0 up"):
             load_config("transformer_base", settings=[f"engine.recompute_decoder={wrong}"])

@@ -66,7 +66,7 @@ def test_nan_does_not_pass() -> None:
 
 def test_bad_numbers_of_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["selftest", "--ranks", "0"]) == 2
-    assert "--ranks must be at least 1, but is 0" in capsys.readouterr().err
+    assert "--ranks must be from 1 to 256, but is 0" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["selftest", "--ranks", "2"]) == 2
@@ -79,7 +79,7 @@ def test_without_a_gpu_the_error_names_its_own_option(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["selftest", "--device", "cuda"]) == 2
     error = capsys.readouterr().err
-    assert "--device is cuda, but torch finds no GPU; use --device cpu" in error and "engine.device" not in error
+    assert "--device is cuda, but torch finds no GPU; use cpu" in error and "engine.device" not in error
 
 
 @pytest.mark.slow

@@ -13,22 +13,26 @@ from typing import ClassVar
 from pydantic import Field, ValidationError, model_validator
 
 from deepspeed_nmt import huggingface
-from deepspeed_nmt.core.parts import DataVocabulary, ModelConfig, Parts
+from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, DataVocabulary, ModelConfig, Parts
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import StandardLayerConfig, refuse_differences
 from deepspeed_nmt.nn.feedforward import Activation
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 
 
 class BertShape(Config):
     """Shape of a BERT. The defaults are those of bert-base."""
 
-    dim: int = Field(default=768, ge=2, description="width of the states (D)")
-    layers: int = Field(default=12, ge=1, description="number of layers")
-    heads: int = Field(default=12, ge=1, description="attention heads; must divide dim")
-    ffn_dim: int = Field(default=3072, ge=1, description="inner width of the feed-forward networks")
-    positions: int = Field(default=512, ge=2, description="maximum length of a sentence, special tokens included")
+    dim: int = Field(default=768, ge=2, le=MAX_WIDTH, description="width of the states (D)")
+    layers: int = Field(default=12, ge=1, le=MAX_LAYERS, description="number of layers")
+    heads: int = Field(default=12, ge=1, le=MAX_WIDTH, description="attention heads; must divide dim")
+    ffn_dim: int = Field(
+        default=3072, ge=1, le=MAX_INNER_WIDTH, description="inner width of the feed-forward networks"
+    )
+    positions: int = Field(
+        default=512, ge=2, le=MAX_INNER_WIDTH, description="maximum length of a sentence, special tokens included"
+    )
     norm_eps: float = Field(default=1e-12, gt=0.0, description="epsilon of LayerNorm")
     activation: Activation = Field(default="gelu", description="activation of the feed-forward networks")
 
@@ -139,8 +143,8 @@ class BertPair(ModelConfig):
             return type(self).model_validate({**self.model_dump(), **found})
         except ValidationError as error:
             raise ConfigError(
-                f"the BERTs of model.source_encoder and model.target_encoder do not fit: "
-                f"{str(problem['msg']).removeprefix('Value error, ')}"
+                "the BERTs of model.source_encoder and model.target_encoder do not fit: "
+                + problem_of(problem, ".".join(["model", *map(str, problem["loc"])]))
                 for problem in error.errors()
             ) from error
 

@@ -1,0 +1,25 @@
+"""Choice between CPU and GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_nmt.errors import ConfigError, shown
+
+
+def uses_cuda(device: str, option: str) -> bool:
+    """Return True if a GPU is used: for "cuda", and for "auto" if there is one.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        option: setting or option that contains it, for messages.
+
+    Raises:
+        ConfigError: if ``device`` is another word, or is "cuda" and there is no GPU.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"{option} must be auto, cpu or cuda, but is {shown(device)}")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError(f"{option} is cuda, but torch finds no GPU; use cpu, or install a CUDA build of torch")
+    return device != "cpu" and available

@@ -1,0 +1,175 @@
+"""Reader of settings in YAML, from files and from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
+
+from deepspeed_nmt.errors import ConfigError
+
+MAX_DEPTH = 20
+"""Bound on nested mappings and lists. Settings have four levels."""
+_MAX_VALUES = 10_000
+"""Bound on keys and values, those behind an alias counted each time it is used."""
+_MAX_CHARACTERS = 1 << 20
+_MAX_INTEGER = 1 << 64
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader of plain values: mappings, lists, text, numbers, true, false and null."""
+
+    @override
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        """Return a number, or the text of one that is larger than every setting; its check then shows the text."""
+        try:
+            number = super().construct_yaml_int(node)
+        except ValueError:  # more digits than Python converts
+            return node.value
+        return number if abs(number) < _MAX_INTEGER else node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+# Without timestamps, 2024-01-01 is the name of a folder, and 2024-99-99 no error.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse settings in YAML.
+
+    Args:
+        text: to parse.
+        source: file or setting that the text is from, for messages.
+
+    Returns:
+        The value. Keys are strings, and text that is a number is a number.
+
+    Raises:
+        ConfigError: if a key occurs twice, or there are too many values or levels.
+        yaml.YAMLError: if the text is no YAML.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check(node, source)
+        return _plain(loader.construct_document(node))
+    except RecursionError as error:
+        raise _too_large(source) from error
+    except ConfigError:
+        raise
+    except (ValueError, LookupError, AttributeError) as error:  # an explicit tag, such as `!!bool x`
+        raise yaml.YAMLError(f"a value does not have the type of its tag: {error}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read settings from a YAML file.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Settings nested by section.
+
+    Raises:
+        ConfigError: if the file cannot be read, does not contain a mapping, or contains a key twice.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+        if len(text) > _MAX_CHARACTERS:
+            raise _too_large(str(path))
+        content = parse_yaml(text, str(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} must be a YAML file, but cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must contain sections with keys, but contains a {type(content).__name__}")
+    return content
+
+
+def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Override nested settings in place.
+
+    Args:
+        into: settings to change.
+        new: settings that take precedence.
+    """
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        elif isinstance(value, Mapping):
+            into[key] = {}
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _check(root: yaml.Node, source: str) -> None:
+    """Check the nodes of a document, following its aliases, before values are made of them.
+
+    Raises:
+        ConfigError: if a mapping has a key twice, or there are too many nodes or levels. An alias that contains
+            itself has no end of them.
+    """
+    problems: dict[str, None] = {}
+    pending = [(root, 1)]
+    count = 0
+    while pending:
+        node, depth = pending.pop()
+        count += 1
+        if count > _MAX_VALUES or depth > MAX_DEPTH:
+            raise _too_large(source)
+        below: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            problems.update(dict.fromkeys(_duplicates(node)))
+            below = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            below = node.value
+        pending += [(each, depth + 1) for each in below]
+    if problems:
+        raise ConfigError([f"{source} must have each key once, but has {each}; remove one" for each in problems])
+
+
+def _duplicates(node: yaml.MappingNode) -> list[str]:
+    """Return a phrase for each key that a mapping has twice; YAML itself lets the last one win."""
+    lines: dict[str, int] = {}
+    found = []
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
+            if (before := lines.get(key.value)) is not None:
+                where = f"twice in line {line}" if line == before else f"in lines {before} and {line}"
+                found.append(f"'{key.value}' {where}")
+            lines[key.value] = line
+    return found
+
+
+def _too_large(source: str) -> ConfigError:
+    return ConfigError(
+        f"{source} must have at most {_MAX_VALUES:,} values in {MAX_DEPTH} levels, aliases (*) followed, but has "
+        "more; give only what differs from the defaults"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with strings as keys of its mappings, and with numbers for text that is a number."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return _number(value) if isinstance(value, str) else value
+
+
+def _number(text: str) -> str | float:
+    """Convert text to a number if it is one in a form that YAML 1.1 does not know, such as 7e-4."""
+    try:
+        return text if text.isdecimal() or text[:1] not in "+-.0123456789" else float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,127 @@
+"""Settings and options of no sensible value: refused by name, at once, in a sentence that shows them shortly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.errors import ConfigError
+
+LONG = "n" * 300
+PREPARE = [
+    *("prepare", "--train-source", "F", "--train-target", "F", "--valid-source", "F", "--valid-target", "F"),
+    *("--out", "D"),
+]
+PLAN = ["plan", "--recipe", "transformer_base"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("layer.name=-", "layer.name must be a known layer, but is [None]; known: cross_attention_drop, standard"),
+        ("model={name: [1, 2]}", "model.name must be a known model, but is [1, 2]; known: "),
+        ("objective={1: {}}", "objective has no part '1'; known: "),
+        ("objective=-", "objective must be a section with keys, but is [None]"),
+        ("training.seed=12345678901234567890", "training.seed must be less than 9223372036854775808, but is 123"),
+        ("training.seed=" + "9" * 5000, "training.seed must be a whole number, but is '9999"),
+        ("training.seed=0x" + "f" * 5000, "training.seed must be a whole number, but is '0xffff"),
+        ("model.dim=2147483647", "model.dim must be less than or equal to 65536, but is 2147483647"),
+        ("model.dim=1e30", "model.dim must be a whole number, but is 1e+30"),
+        ("model.dim=.inf", "model.dim must be a finite number, but is inf"),
+        ("model.encoder_layers=100000000", "model.encoder_layers must be less than or equal to 1000, but is 1000"),
+        ("optimizer.lr=" + "9" * 400, "optimizer.lr must be a finite number, but is '999"),
+        ("model.name=2001-99-99", "model.name must be a known model, but is '2001-99-99'; known: "),
+        ("a" + ".a" * 5000 + "=1", "settings must look like section.key=value, but one is 'a.a."),
+        ("engine.timeout_s=1e300", "engine.timeout_s must be less than or equal to 100000000, but is 1e+300"),
+        ("batch.update_tokens=" + "9" * 30, "batch.update_tokens must be less than or equal to 1073741824, but is"),
+        ("validation.best_by=x", "validation.best_by must be 'bleu' or 'loss', but is 'x'"),
+        ("model.dim=\udcff", "model.dim must be text, but is '\\udcff'"),
+        ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),
+        ("model.name=" + LONG, "model.name must be a known model, but is 'nnnn"),
+        ("engine.kernels=" + LONG, "engine.kernels: it must be auto, "),
+        ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
+         "none, but is 'x'; the usual one is gnmt:0.6"),
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_a_setting_is_refused_in_a_sentence(setting: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=[setting])
+    (problem,) = caught.value.problems
+    assert problem.startswith(sentence)
+    assert len(problem) < 400
+
+
+def test_repetitions_count_as_layers() -> None:
+    with pytest.raises(ConfigError, match="encoder_layers x encoder_loops must be at most 1,000, but is 6 x 900"):
+        load_config(settings=["model.name=recurrent", "model.encoder_loops=900"])
+
+
+def test_known_settings_are_listed_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=[*(f"nonsense{number}.x{number}=1" for number in range(30)), "nothing={}", "none=1"])
+    (problem,) = caught.value.problems
+    assert problem.startswith("there are no settings 'nonsense0.x0', 'nonsense1.x1', ")
+    assert problem.endswith(" and 22 more; sections: model, layer, objective, optimizer, schedule, batch, training, "
+                            "engine, validation, collapse, search")  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=["collapse.zzzzzzzzz=1", "collapse.yyyyyyyyy=1"])
+    assert caught.value.problems == [
+        "there are no settings 'collapse.zzzzzzzzz', 'collapse.yyyyyyyyy'; known: collapse.action, collapse.every, "
+        "collapse.grace, collapse.patience, collapse.sentences, collapse.threshold"
+    ]
+
+
+def test_of_many_problems_the_first_are_listed() -> None:
+    message = str(ConfigError(f"problem {number}" for number in range(1000)))
+    assert message.startswith("1,000 settings are wrong:\n  - problem 0\n")
+    assert message.endswith("  - problem 19\n  ... and 980 more")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["plan", "--sweep", "../x"], "--sweep must name a known sweep, but is '../x'; known: deep_decoder_fig1, "),
+        (["plan", "--sweep", "../transformer_base"], "--sweep must name a known sweep"),
+        (["plan", "--sweep", LONG], "--sweep must name a known sweep"),
+        (["plan", "--recipe", "sweeps/deep_decoder_fig1"], "--recipe must name a known recipe"),
+        (["plan", "--recipe", LONG], "--recipe must name a known recipe"),
+        ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size must be from 4 to 10,000,000, or two such numbers"),
+        ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size must be from 4 to 10,000,000"),
+        ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus must be from 1 to 1,000,000, but is 1000"),
+        ([*PREPARE, "--seed", "-1"], "--seed must be greater than or equal to 0, but is -1"),
+        ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size must be less than or equal to 10000000, but is 1000"),
+        ([*PREPARE, "--threads", str(10**9)], "--threads must be less than or equal to 1024, but is 1000"),
+        ([*PREPARE, "--max-ratio", "nan"], "--max-ratio must be a finite number, but is nan"),
+        ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer must be hf:BERT or hf:BERT,BERT, but is x"),
+        ([*PREPARE[:-1], LONG], "File name too long ('"),
+        (["sample-data", "--out", LONG], "--out must be a writable directory"),
+        (["train", "--recipe", "sample_small", "--data", LONG, "--run", "R"], "error: File name too long ('nnnn"),
+        (["train", "--recipe", "sample_small", "--data", "D", "--run", LONG], "error: File name too long ('nnnn"),
+        (["train", "--config", LONG, "--data", "D", "--run", "R"], "must be a YAML file, but cannot be read"),
+        (["translate", "--run", LONG, "--input", "F", "--output", "-"], "F must be a text file, but does not exist"),
+        (["translate", "--run", "R", "--input", LONG, "--output", "-"], "is not (File name too long)"),
+        (["score", "--hypothesis", LONG, "--reference", "F"], "File name too long"),
+        (["average", "--run", LONG, "--last", "1"], "error: File name too long ('nnnn"),
+        (["report", "collapse", LONG], "error: File name too long ('nnnn"),
+        (["selftest", "--ranks", str(10**9)], "--ranks must be from 1 to 256, but is 1000000000"),
+    ],
+    ids=lambda words: " ".join(words)[:40] if isinstance(words, list) else "",
+)  # fmt: skip
+def test_an_option_is_refused_in_a_sentence(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Value error" not in error and "Input should" not in error
+    assert len(error) < 1500

@@ -1,0 +1,126 @@
+"""Settings in YAML that are ambiguous, endless or huge are refused with a sentence, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.recipes import load_recipe, load_sweep
+from deepspeed_nmt.recipes.reading import parse_yaml, read_yaml
+
+PAIRS = list(zip("abcdefgh", "bcdefghi", strict=True))
+BOMB = "a: &a [x]\n" + "".join(f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in PAIRS)
+"""Each line has nine times the values of the one before."""
+MERGED = "a: &a {x: 1}\n" + "".join(
+    f"{one}: &{one} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n" for before, one in PAIRS
+)
+"""The same with merged mappings."""
+
+
+def problems(text: str) -> list[str]:
+    """The sentences that a text is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "F")
+    return caught.value.problems
+
+
+def test_duplicate_keys_are_refused_with_their_lines() -> None:
+    assert problems("training:\n  max_updates: 2\nmodel: {dim: 32}\ntraining: {seed: 3}\n") == [
+        "F must have each key once, but has 'training' in lines 1 and 4; remove one"
+    ]
+    assert problems("model:\n  dim: 32\n  heads: 2\n  dim: 64\n  'heads': 4\n") == [
+        "F must have each key once, but has 'dim' in lines 2 and 4; remove one",
+        "F must have each key once, but has 'heads' in lines 3 and 5; remove one",
+    ]
+    assert problems("{model: {dim: 1, dim: 2}}") == [
+        "F must have each key once, but has 'dim' twice in line 1; remove one"
+    ]
+    assert problems("a: [{b: 1, b: 2}]")
+
+
+def test_duplicate_keys_are_refused_wherever_settings_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "training: {max_updates: 2}\ntraining: {seed: 3}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.yaml must have each key once, .* 'training' in lines 1 and 2"):
+        load_config(file=tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match=r"'training' must have each key once, .* 'seed' twice in line 1"):
+        load_config(settings=["training={seed: 1, seed: 2}"])
+    monkeypatch.setattr("deepspeed_nmt.recipes.RECIPES", tmp_path)
+    monkeypatch.setattr("deepspeed_nmt.recipes.SWEEPS", tmp_path)
+    for load in (load_recipe, load_sweep):
+        with pytest.raises(ConfigError, match="'training' in lines 1 and 2"):
+            load("mine")
+
+
+def test_aliases_and_merges_are_understood() -> None:
+    text = "shape: &shape {dim: 64, heads: 4}\nmodel: {<<: *shape, heads: 8}\nother: *shape\n"
+    assert parse_yaml(text, "F") == {
+        "shape": {"dim": 64, "heads": 4},
+        "model": {"dim": 64, "heads": 8},
+        "other": {"dim": 64, "heads": 4},
+    }
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: &a\n  x: *a\n",
+        "&a [*a]",
+        "model: &a {x: [*a]}",
+        BOMB,
+        MERGED,
+        "model: " + "[" * 3000 + "]" * 3000,
+        "model: " + "{a: " * 3000 + "1" + "}" * 3000,
+        "- " * 3000,
+        f"[{', '.join('1' * 10_001)}]",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_endless_deep_and_large_settings_are_refused(text: str, tmp_path: Path) -> None:
+    assert problems(text) == [
+        "F must have at most 10,000 values in 20 levels, aliases (*) followed, but has more; give only what differs "
+        "from the defaults"
+    ]
+    with pytest.raises(ConfigError):
+        load_config(settings=[f"model={text}"])
+
+
+def test_a_file_that_does_not_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="/dev/zero must have at most"):
+        read_yaml(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("value", ["!!bool x", "!!timestamp x", "!!float x", "!!python/name:os.system"])
+def test_tags_that_do_not_fit_are_no_yaml(value: str, tmp_path: Path) -> None:
+    with pytest.raises(yaml.YAMLError):
+        parse_yaml(value, "F")
+    (tmp_path / "f.yaml").write_text(f"model: {{dim: {value}}}")
+    with pytest.raises(ConfigError, match=r"f\.yaml must be a YAML file, but cannot be read"):
+        read_yaml(tmp_path / "f.yaml")
+
+
+def test_values_are_what_settings_need() -> None:
+    text = '{1: 7e-4, two: "0.5", folder: 2024-99-99, digits: "0012", large: 99999999999999999999, hex: 0x10, no: no}'
+    assert parse_yaml(text, "F") == {
+        "1": 7e-4,
+        "two": 0.5,
+        "folder": "2024-99-99",
+        "digits": "0012",
+        "large": "99999999999999999999",
+        "hex": 16,
+        "False": False,
+    }
+    assert parse_yaml("9" * 5000, "F") == "9" * 5000
+    assert parse_yaml("", "F") is None
+
+
+@pytest.mark.parametrize("name", ["bert_parallel", "deep_decoder_big_54", "multi_softmax_base_2x2"])
+def test_the_settings_of_a_run_are_written_without_aliases(name: str) -> None:
+    assert "&" not in load_config(name).to_yaml()
