@@ -149,7 +149,11 @@ def changes(draw: st.DrawFn, tame: bool = False) -> list[Change]:
 
 def other_names() -> SearchStrategy[str]:
     """Names of settings of other sections, and names of none."""
-    return st.sampled_from([name for _, _, name, _, _ in FIELDS]) | st.text(max_size=8) | st.sampled_from(["", ".", "a.b"])
+    return (
+        st.sampled_from([name for _, _, name, _, _ in FIELDS])
+        | st.text(max_size=8)
+        | st.sampled_from(["", ".", "a.b"])
+    )
 
 
 def as_word(change: Change) -> str:
@@ -185,7 +189,7 @@ BASES = [case.settings for case in self_tests().values()]
 def words(draw: st.DrawFn, tame: bool = False) -> list[str]:
     """Settings as words of a command line: those of a self-test, and some more."""
     base = case_words(draw(st.sampled_from(BASES))) if tame or draw(st.integers(0, 3)) else []
-    chosen = draw(st.lists(changes(tame), min_size=1, max_size=4 if tame else 6))
+    chosen = draw(st.lists(changes(tame or draw(st.booleans())), min_size=1, max_size=4 if tame else 6))
     more = [as_word(change) for each in chosen for change in each]
     strange = st.text(max_size=12) | st.sampled_from(["=", "a=", "=1", "model.=1", ".=", "model..dim=1", "model.dim"])
     return [*base, *more, *([draw(strange)] if not tame and draw(st.integers(0, 9)) == 0 else [])]
@@ -196,7 +200,7 @@ def yaml_files(draw: st.DrawFn) -> bytes:
     """A YAML file of settings, sometimes damaged, and sometimes no YAML at all."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=40) | st.sampled_from(STRANGE_YAML))
-    chosen = draw(st.lists(changes(), min_size=1, max_size=6))
+    chosen = draw(st.lists(changes(tame=draw(st.booleans())), min_size=1, max_size=6))
     content = nested(draw(st.sampled_from([{}, *BASES])), [change for each in chosen for change in each])
     if draw(st.integers(0, 4)) == 0:
         content[draw(st.one_of(st.text(max_size=5), st.integers(), st.none(), st.booleans()))] = draw(WRONG)
@@ -206,7 +210,9 @@ def yaml_files(draw: st.DrawFn) -> bytes:
         return text
     lines = text.splitlines(keepends=True)
     where = draw(st.integers(0, len(lines)))
-    what = draw(st.sampled_from([b"\t", b"\0", b"\xef\xbb\xbf", b"&a", b"*a", b"- ", b"{", b"? ", b"---\n", b"!!python/none"]))
+    what = draw(
+        st.sampled_from([b"\t", b"\0", b"\xef\xbb\xbf", b"&a", b"*a", b"- ", b"{", b"? ", b"---\n", b"!!python/none"])
+    )
     line = draw(st.sampled_from([what, *lines]))
     return b"".join([*lines[:where], line, *lines[where:]])
 

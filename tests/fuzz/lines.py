@@ -18,14 +18,90 @@ from tests.fuzz.configurations import words
 FILES = ["text/train.en", "text/train.de", "text/valid.en", "text/valid.de", "text/test.en", "text/test.de"]
 DIRECTORIES = ["run", "data", "text", "new", "empty"]
 STRANGE_PATHS = [
-    *("none", "none/none", "empty-file", "noise", "pipe", "/dev/null", "/dev/full", "/dev/zero/x", "-", "", ".", "..", "~"),
-    *("x" * 256, "y" * 5000, "text/" + "z" * 256, "a/b/c/new", "new.png", "new.svg", "data/meta.json", "run/config.yaml"),
-    *("run/checkpoints", "run/checkpoints/update-0000002", "loop", "dangling", "text/train.en/x", "ü\u2028\n\t.txt", " "),
-    *("run/", "./run", "data/../data", "\udcff", "a\x1b[31m", "--", "-x", "hf:none", "hf:", "hf:a,b,c", "*", "'", "new.exe"),
+    *(
+        "none",
+        "none/none",
+        "empty-file",
+        "noise",
+        "pipe",
+        "/dev/null",
+        "/dev/full",
+        "/dev/zero/x",
+        "-",
+        "",
+        ".",
+        "..",
+        "~",
+    ),
+    *(
+        "x" * 256,
+        "y" * 5000,
+        "text/" + "z" * 256,
+        "a/b/c/new",
+        "new.png",
+        "new.svg",
+        "data/meta.json",
+        "run/config.yaml",
+    ),
+    *(
+        "run/checkpoints",
+        "run/checkpoints/update-0000002",
+        "loop",
+        "dangling",
+        "text/train.en/x",
+        "ü\u2028\n\t.txt",
+        " ",
+    ),
+    *(
+        "run/",
+        "./run",
+        "data/../data",
+        "\udcff",
+        "a\x1b[31m",
+        "--",
+        "-x",
+        "hf:none",
+        "hf:",
+        "hf:a,b,c",
+        "*",
+        "'",
+        "new.exe",
+    ),
 ]
 """Paths that are missing, of the wrong kind, or badly named; see `furnish`."""
-NUMBERS = ["0", "1", "2", "3", "-1", "100", "1000", "0.5", "1e-9", "1e3", "1e400", "-0.0", "nan", "inf", "-inf", "x", ""]
-NUMBERS += [" 1 ", "1_0", "0x10", "٣", "½", "1,2", str(2**31), str(2**63), str(10**12), "9" * 30, "9" * 5000, "-" + "9" * 30]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "100",
+    "1000",
+    "0.5",
+    "1e-9",
+    "1e3",
+    "1e400",
+    "-0.0",
+    "nan",
+    "inf",
+    "-inf",
+    "x",
+    "",
+]
+NUMBERS += [
+    " 1 ",
+    "1_0",
+    "0x10",
+    "٣",
+    "½",
+    "1,2",
+    str(2**31),
+    str(2**63),
+    str(10**12),
+    "9" * 30,
+    "9" * 5000,
+    "-" + "9" * 30,
+]
 
 
 @dataclass(frozen=True)
@@ -74,7 +150,9 @@ def paths(action: argparse.Action) -> SearchStrategy[str]:
         likely = ["run", "run", "new"]
     else:
         likely = ["data", "run"] if name in ("data", "vocab_from", "like") else DIRECTORIES
-    return _mostly(st.sampled_from(likely), st.sampled_from([*FILES, *DIRECTORIES, *STRANGE_PATHS]) | st.text(max_size=5))
+    return _mostly(
+        st.sampled_from(likely), st.sampled_from([*FILES, *DIRECTORIES, *STRANGE_PATHS]) | st.text(max_size=5)
+    )
 
 
 def values(action: argparse.Action) -> SearchStrategy[str]:
@@ -85,12 +163,14 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
         return _mostly(st.sampled_from(list(action.choices)), st.text(max_size=5))
     if action.type in (int, float):
         usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "200"]
-        return _mostly(st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS))
+        return _mostly(
+            st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS)
+        )
     if action.type is Path or action.metavar == "F":
         return paths(action)
     told = [word.replace(":A", ":0.6") for word in re.findall(r"[\w:.,-]*\w", action.help or "")]
     named = {"recipe": recipes(), "sweep": sweeps(), "gpu": ["v100-32g", "x:1", "x:-1", "x:nan", "x:1e400"]}
-    sound = named.get(action.dest, told + ["200", "200,300"])
+    sound = named.get(action.dest, [*told, "200", "200,300"])
     return _mostly(st.sampled_from(sound), st.sampled_from(NUMBERS + STRANGE_PATHS) | st.text(max_size=8))
 
 
@@ -121,5 +201,7 @@ def lines(draw: st.DrawFn) -> list[str]:
     chosen += draw(st.lists(st.sampled_from(command.actions), max_size=4))
     line = [*command.words, *sound, *(word for action in chosen for word in draw(arguments(action)))]
     if draw(st.integers(0, 19)) == 0:
-        line.insert(draw(st.integers(0, len(line))), draw(st.sampled_from(["--help", "--version", "--", "-", "--x", "x"])))
+        line.insert(
+            draw(st.integers(0, len(line))), draw(st.sampled_from(["--help", "--version", "--", "-", "--x", "x"]))
+        )
     return line

@@ -17,7 +17,10 @@ from tests.fuzz.lines import lines
 from tests.fuzz.program import run_program
 
 SMALL = [
-    *("model={name: transformer, dim: 8, ffn_dim: 8, heads: 1, encoder_layers: 1, decoder_layers: 1}", "layer={name: standard}"),
+    *(
+        "model={name: transformer, dim: 8, ffn_dim: 8, heads: 1, encoder_layers: 1, decoder_layers: 1}",
+        "layer={name: standard}",
+    ),
     *("training.max_updates=1", "engine.device=cpu", "validation.max_sentences=2", "search={}"),
 ]
 """Settings that end every training after an update."""
@@ -57,7 +60,7 @@ def _fed(pipe: Path, content: bytes) -> Iterator[None]:
                 descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:  # nobody reads
                 continue
-            with suppress(BrokenPipeError), open(descriptor, "wb") as stream:
+            with suppress(BrokenPipeError), os.fdopen(descriptor, "wb") as stream:
                 stream.write(content)
             return
 
@@ -78,3 +81,11 @@ def _no_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_command_lines(tiny: Path, place: Path) -> None:
     explore(lambda line: check_line(tiny, place, line), lines(), 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_command_lines_for_thirteen_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = explore_for(780.0, lambda line: check_line(tiny, place, line), lines())
+    with capsys.disabled():
+        print(f"command lines tried: {done}")  # noqa: T201

@@ -63,3 +63,15 @@ def test_files(place: Path) -> None:
 
 def test_training(tiny: Path, place: Path) -> None:
     explore(lambda chosen: check_training(tiny, place, chosen), words(tame=True), 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_configurations_for_fifteen_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = {
+        "words": explore_for(300.0, lambda case: check_plan(place, case), plans()),
+        "files": explore_for(300.0, lambda content: check_file(place, content), yaml_files()),
+        "training": explore_for(300.0, lambda chosen: check_training(tiny, place, chosen), words(tame=True)),
+    }
+    with capsys.disabled():
+        print(f"configurations tried: {done}")  # noqa: T201

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from deepspeed_nmt.data.directory import DataDirectory
-from tests.fuzz.exploring import explore
+from tests.fuzz.exploring import explore, explore_for
 from tests.fuzz.program import Outcome, run_program
 from tests.fuzz.texts import ENDS, count, joined, pairs
 
 Ends = tuple[bytes, bool, bytes]
-SPLITS = st.tuples(pairs(), pairs(), pairs(), ENDS)
 
 
 def clear(place: Path) -> None:
@@ -25,11 +24,11 @@ def clear(place: Path) -> None:
     place.mkdir()
 
 
-def check_prepare(tiny: Path, place: Path, case: tuple[Any, Ends], options: list[str]) -> None:
+def check_prepare(tiny: Path, place: Path, case: tuple[Any, Ends, str]) -> None:
     """Prepare text, and compare the counts with those of the lines."""
     clear(place)
-    (train, valid, test), ends = case
-    words = ["prepare", "--out", "data", *options]
+    (train, valid, test), ends, options = case
+    words = ["prepare", "--out", "data", *options.format(tiny / "data").split()]
     for split, content in (("train", train), ("valid", valid), ("test", test)):
         for side, name in enumerate(("source", "target")):
             (place / f"{split}.{name}").write_bytes(joined([pair[side] for pair in content], ends))
@@ -104,11 +103,15 @@ def check_report(tiny: Path, place: Path, case: tuple[list[tuple[bytes, bytes]],
     scores(run_program(words, place, ["depths.png"], named=repr(content)))
 
 
-def prepared() -> st.SearchStrategy[tuple[tuple[Any, Ends], list[str]]]:
-    return st.tuples(
-        st.tuples(st.tuples(pairs(), pairs(), pairs()), ENDS),
-        st.sampled_from([["--vocab-from", "DATA"], ["--vocab-from", "DATA"], ["--vocab-size", "250"], ["--segmented"]]),
-    )
+def prepared() -> st.SearchStrategy[tuple[Any, Ends, str]]:
+    options = [
+        "--vocab-from {}",
+        "--vocab-from {}",
+        "--vocab-size 250",
+        "--segmented",
+        "--normalization nfc --vocab-size 250",
+    ]
+    return st.tuples(st.tuples(pairs(), pairs(), pairs()), ENDS, st.sampled_from(options))
 
 
 def translated() -> st.SearchStrategy[tuple[list[bytes], Ends, list[str], bool]]:
@@ -125,14 +128,27 @@ def reported() -> st.SearchStrategy[tuple[list[tuple[bytes, bytes]], Ends, list[
 
 
 def checks(tiny: Path, place: Path) -> dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]]:
-    """Each kind of text with its check, and the number of examples in CI."""
-
-    def prepare(case: tuple[tuple[Any, Ends], list[str]]) -> None:
-        check_prepare(tiny, place, case[0], [str(tiny / "data") if word == "DATA" else word for word in case[1]])
-
+    """Kinds of text: examples, the check, and the number of examples in CI."""
     return {
-        "prepare": (prepared(), prepare, 20),
-        "translate": (translated(), lambda case: check_translation(tiny, place, case), 20),
-        "score": (scored(), lambda case: check_score(place, case), 30),
-        "report": (reported(), lambda case: check_report(tiny, place, case), 4),
+        "prepare": (prepared(), lambda case: check_prepare(tiny, place, case), 15),
+        "translate": (translated(), lambda case: check_translation(tiny, place, case), 15),
+        "score": (scored(), lambda case: check_score(place, case), 15),
+        "report": (reported(), lambda case: check_report(tiny, place, case), 3),
     }
+
+
+KINDS = ("prepare", "translate", "score", "report")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts(kind: str, tiny: Path, place: Path) -> None:
+    examples, check, number = checks(tiny, place)[kind]
+    explore(check, examples, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_texts_for_twelve_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = {kind: explore_for(180.0, check, examples) for kind, (examples, check, _) in checks(tiny, place).items()}
+    with capsys.disabled():
+        print(f"texts tried: {done}")  # noqa: T201
