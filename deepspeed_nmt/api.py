@@ -28,6 +28,7 @@ from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines
 from deepspeed_nmt.search.translate import Translation, translate_lines
 
 Paths = str | Path | Sequence[str | Path]
@@ -42,15 +43,22 @@ class Translator:
         tokenizer: tokenizer of the run.
         search: the search and its settings.
         device: device of the model.
+        max_source_tokens: default of :meth:`stream`.
     """
 
     def __init__(
-        self, model: DecodableModel, tokenizer: Tokenizer, search: SearchConfig, device: torch.device
+        self,
+        model: DecodableModel,
+        tokenizer: Tokenizer,
+        search: SearchConfig,
+        device: torch.device,
+        max_source_tokens: int = MAX_SOURCE_TOKENS,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.search = search
         self.device = device
+        self.max_source_tokens = max_source_tokens
 
     @classmethod
     def open(
@@ -89,19 +97,46 @@ class Translator:
         settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
         models = [_model(each, checkpoint, exit, encoder_layers, decoder_layers) for each in runs]
         model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
-        return cls(model, runs[0].tokenizer, settings, where)
+        longest = min(each.max_source_tokens for each in runs)
+        return cls(model, runs[0].tokenizer, settings, where, longest)
 
-    def translate(self, sentences: Iterable[str], max_tokens: int = 4096) -> list[Translation]:
+    def translate(
+        self,
+        sentences: Iterable[str],
+        max_tokens: int = 4096,
+        *,
+        max_source_tokens: int | None = None,
+        strict: bool = False,
+    ) -> list[Translation]:
         """Return the best translation of each sentence.
 
         Args:
             sentences: source sentences; the translation of an empty one is empty.
             max_tokens: batch size: sentences x longest source.
+            max_source_tokens: see :meth:`stream`.
+            strict: see :meth:`stream`.
 
         Raises:
-            ConfigError: if ``max_tokens`` is out of range.
+            ConfigError: if a number is out of range.
+            DataError: if a sentence is too long, and ``strict`` is True.
         """
-        return [best[0] for best in self.stream(sentences, max_tokens=max_tokens)]
+        found = self.stream(sentences, max_tokens=max_tokens, max_source_tokens=max_source_tokens, strict=strict)
+        return [best[0] for best in found]
+
+    def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
+        """Check that no sentence is too long, as :meth:`stream` does if it is strict.
+
+        Args:
+            sentences: source sentences.
+            max_source_tokens: see :meth:`stream`.
+
+        Raises:
+            DataError: if a sentence is too long.
+        """
+        longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
+        reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
+        for sentence in sentences:
+            reader.encode(sentence)
 
     def stream(
         self,
@@ -111,6 +146,8 @@ class Translator:
         buffer_lines: int = 4096,
         nbest: int = 1,
         advance: Callable[[int], object] = lambda more: None,
+        max_source_tokens: int | None = None,
+        strict: bool = False,
     ) -> Iterator[list[Translation]]:
         """Yield the ``nbest`` best translations of each sentence, best first, in bounded memory.
 
@@ -120,9 +157,13 @@ class Translator:
             buffer_lines: number of sentences to read ahead, so that batches have sentences of similar length.
             nbest: number of translations of each sentence.
             advance: callback for progress; its argument is the number of sentences finished since the last call.
+            max_source_tokens: longest sentence, in tokens without EOS; the model may have a lower bound. None: 1024,
+                or the longest sentence that the run was trained on if that is longer.
+            strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
 
         Raises:
             ConfigError: if a number is out of range.
+            DataError: if a sentence is too long, and ``strict`` is True.
         """
         return translate_lines(
             self.model,
@@ -134,6 +175,8 @@ class Translator:
             device=self.device,
             nbest=nbest,
             advance=advance,
+            max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
+            strict=strict,
         )
 
 

@@ -36,7 +36,11 @@ class ValidationConfig(Config):
     """Validation during training."""
 
     bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
-    best_by: Literal["bleu", "loss"] = Field(default="bleu", description="measure that chooses the best checkpoint")
+    best_by: Literal["bleu", "loss"] = Field(
+        default="bleu",
+        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
+        "lower loss",
+    )
     max_sentences: int = Field(
         default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
     )

@@ -14,23 +14,27 @@ import re
 import stat
 import sys
 import uuid
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip -k"),
-    b"BZh": ("bzip2", "bunzip2 -k"),
-    b"\xfd7zXZ\x00": ("xz", "unxz -k"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"PK\x03\x04": ("zip", "unzip"),
+_NOT_PLAIN = {
+    b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
+    b"BZh": ("compressed with bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("compressed with xz", "unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "unzstd"),
+    b"PK\x03\x04": ("compressed with zip", "unzip"),
+    BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
 }
-"""First bytes of compressed files, with the name of the format and the command that decompresses it."""
+"""First bytes of files that are not UTF-8 text, with what they are and the command that makes text of them."""
 
 
 def sha256_of(path: Path) -> str:
@@ -55,7 +59,7 @@ def open_text(name: Path | str) -> Iterator[BufferedReader]:
         The bytes of the text.
 
     Raises:
-        DataError: if it is missing, a directory, or unreadable, or a file that is compressed.
+        DataError: if it is missing, a directory, or unreadable, or a file that is compressed or UTF-16.
     """
     if str(name) == "-":
         yield sys.stdin.buffer  # type: ignore[misc]  # typed as BinaryIO, which has no peek()
@@ -82,15 +86,27 @@ def check_plain(stream: BufferedReader[Any], name: Path | str) -> None:
         name: of the stream, for the message; ``-`` is standard input.
 
     Raises:
-        DataError: if it is compressed.
+        DataError: if it is compressed or UTF-16.
     """
-    start = stream.peek(max(map(len, _COMPRESSED)))
-    for magic, (kind, command) in _COMPRESSED.items():
+    start = stream.peek(max(map(len, _NOT_PLAIN)))
+    for magic, (kind, command) in _NOT_PLAIN.items():
         if start.startswith(magic):
-            command = f"{command} {name}" if Path(name).is_file() else command.split()[0]
-            raise DataError(
-                f"{shown_name(name)} must be plain text, but is compressed with {kind}; run `{command}` first"
-            )
+            command = f"{command} {name}" if Path(name).is_file() else command.removesuffix(" -k")
+            raise DataError(f"{shown_name(name)} must be plain text, but is {kind}; run `{command}` first")
+
+
+def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = None) -> None:
+    """Skip a byte order mark at the beginning of a stream: it is not text.
+
+    Args:
+        stream: at its beginning.
+        name: of the stream, to log that it has one; None to log nothing.
+    """
+    if not stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):
+        return
+    stream.read(len(BOM_UTF8))
+    if name is not None:
+        logger.info("%s: the byte order mark at its beginning is not read as text", shown_name(name))
 
 
 def shown_name(name: Path | str) -> str:
@@ -99,19 +115,20 @@ def shown_name(name: Path | str) -> str:
 
 
 def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> Iterator[str]:
-    """Yield lines of UTF-8 text, without their ends.
+    """Yield lines of UTF-8 text, without their ends, and without a byte order mark at the beginning.
 
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
     U+FFFD, so no line is lost.
 
     Args:
         stream: to read.
-        name: of the stream, for the message.
+        name: of the stream, for messages.
 
     Raises:
-        DataError: if the stream is compressed.
+        DataError: if the stream is compressed or UTF-16.
     """
     check_plain(stream, name)
+    skip_byte_order_mark(stream, name)
     for line in stream:
         yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 

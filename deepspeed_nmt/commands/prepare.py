@@ -4,7 +4,7 @@ r"""Make a data directory from aligned text files: clean the text, build the voc
         --valid-source valid.en --valid-target valid.de --out DATA
 
 Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
-duplicates; removals are counted by reason. Validation and test text is copied byte for byte. Raw text gets a joint
+duplicates; removals are counted by reason. Validation and test text is copied as it is. Raw text gets a joint
 SentencePiece BPE vocabulary. Text that is already segmented with `@@ ` marks (--segmented) has its own tokens as
 vocabulary. An option with several files reads them one after another.
 """
@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--character-coverage", type=float, default=1.0, metavar="P",
         help="share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese "
         "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--normalization", choices=("none", "nfc", "nfkc"),
+        help="Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
+        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
     )  # fmt: skip
     parser.add_argument(
         "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"
@@ -119,18 +124,40 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
             label = f"  removed: {cleaning.describe(reason)}"
             lines.append(f"{label:<62}{count:>14,}{count / meta.pairs_read:>8.2%}")
     lines.append(f"{'training pairs kept':<62}{train.pairs:>14,}{train.pairs / meta.pairs_read:>8.2%}")
-    lines += ["", f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}"]
+    header = f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}{'changed':>10}"
+    lines += ["", header]
     for split, stats in meta.splits.items():
         for side, counted in (("source", stats.source), ("target", stats.target)):
             lines.append(
                 f"{f'{split} {side}':<16}{stats.pairs:>12,}{counted.tokens:>16,}"
                 f"{counted.tokens / max(1, stats.pairs):>12.1f}{counted.longest:>10,}"
-                f"{counted.unknown / max(1, counted.tokens):>12.4%}"
+                f"{counted.unknown / max(1, counted.tokens):>12.4%}{_changed(meta, f'{split}.{side}'):>10}"
             )
+    lines += _examples(meta)
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"
+    elif "normalization" in meta.options:
+        kind += f", normalization {meta.options['normalization']}"
     size = f"{meta.vocabulary_size:,} tokens ({kind})"
     if "vocabulary.source.json" in meta.files:
         size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"
     return "\n".join([*lines, "", f"vocabulary      {size}", f"data directory  {out}"])
+
+
+def _changed(meta: Meta, side: str) -> str:
+    """Return the share of lines that encoding and decoding changes; "" if it is not recorded."""
+    tried = meta.round_trips.get(side)
+    return "" if tried is None else f"{tried.changed / max(1, tried.lines):.2%}"
+
+
+def _examples(meta: Meta) -> list[str]:
+    """Return lines of the report with examples of changed lines of both sides; none if no line was changed."""
+    from deepspeed_nmt.data.round_trip import EXAMPLES, excerpts
+
+    lines = []
+    for side in ("source", "target"):
+        tried = (each for name, each in meta.round_trips.items() if name.endswith(side))
+        examples = [example for each in tried for example in each.examples][:EXAMPLES]
+        lines += [f"  {side}  {excerpts(*example)}" for example in examples]
+    return ["", "changed: lines that differ after encoding and decoding, for example", *lines] if lines else []

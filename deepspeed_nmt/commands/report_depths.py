@@ -86,12 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(references)}; give files of the same sentences"
         )
     if len(sources) < _ENOUGH_SENTENCES:
-        logger.warning(
-            "%d sentences are too few to compare depths: BLEU and times vary by chance, and so does the fastest "
-            "sufficient depth; give %d or more",
-            len(sources),
-            _ENOUGH_SENTENCES,
-        )
+        few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
+        logger.warning(few, len(sources), _ENOUGH_SENTENCES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = opened.model(arguments.checkpoint).to(device)
     _check_stages(opened, model.stages)
@@ -173,10 +169,18 @@ def _measure(
     search, device = run.config.search, next(model.parameters()).device
     assert isinstance(search, SearchConfig)
 
-    def translate(net: TranslationModel, lines: list[str]) -> list[str]:
-        return [
-            best[0].text for best in translate_lines(net, run.tokenizer, lines, search, max_tokens, device=device)
-        ]
+    def translate(net: TranslationModel, lines: list[str], warn: bool = False) -> list[str]:
+        found = translate_lines(
+            net,
+            run.tokenizer,
+            lines,
+            search,
+            max_tokens,
+            device=device,
+            max_source_tokens=run.max_source_tokens,
+            warn=warn,
+        )
+        return [best[0].text for best in found]
 
     translate(model, sources[:_WARM_UP_SENTENCES])  # start-up costs of the first batch must not count for a depth
     score = tokenised_bleu if run.tokenizer.segmented else corpus_scores
@@ -185,7 +189,7 @@ def _measure(
     for n in range(1, model.stages[0] + 1):
         for m in range(1, model.stages[1] + 1):
             started = time.monotonic()
-            hypotheses = translate(model.at_exit(exit_name(n, m)), sources)
+            hypotheses = translate(model.at_exit(exit_name(n, m)), sources, warn=n == m == 1)
             seconds = time.monotonic() - started
             depths.append(Depth(n, m, score(hypotheses, [references]).bleu, seconds))
             translated.append(hypotheses)

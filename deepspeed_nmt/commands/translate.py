@@ -50,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=4096, metavar="N",
         help="batch size: sentences x longest source (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--max-source-tokens", type=int, metavar="N",
+        help="longest source line, in tokens; of longer ones the beginning is translated (default: 1024, or the "
+        "longest sentence that the run was trained on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse source lines longer than --max-source-tokens instead"
+    )
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="first layers or loops to use (default: all)")
     parser.add_argument("--decoder-layers", type=int, metavar="M", help="first layers or loops to use (default: all)")
     parser.add_argument(
@@ -94,6 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
             name=arguments.rerank and arguments.rerank.replace("-", "_"),
             **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
         )
+        if arguments.strict and source.seekable():  # a pipe is checked as it is read
+            start = source.tell()
+            translator.check(text_lines(source, arguments.input), arguments.max_source_tokens)
+            source.seek(start)
         interactive = source.isatty()
         # The output file is replaced only when the translation is complete, so it may be the input.
         writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
@@ -104,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
                 buffer_lines=1 if interactive else 4096,
                 nbest=arguments.nbest,
                 advance=advance,
+                max_source_tokens=arguments.max_source_tokens,
+                strict=arguments.strict,
             )
             for number, best in enumerate(translations):
                 if arguments.nbest == 1:
@@ -126,6 +140,8 @@ def _check(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: if they do, naming them.
     """
+    if arguments.max_source_tokens is not None and arguments.max_source_tokens < 1:
+        raise ConfigError(f"--max-source-tokens must be at least 1, but is {arguments.max_source_tokens}")
     layers = arguments.encoder_layers is not None or arguments.decoder_layers is not None
     if layers and arguments.exit is not None:
         raise ConfigError("--exit and --encoder-layers or --decoder-layers both choose an exit; give one of them")

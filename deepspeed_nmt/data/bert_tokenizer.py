@@ -135,13 +135,14 @@ class BertTokenizer(Tokenizer):
         begin = self.vocabulary.source.bos
         return [[begin, *each] if each else [] for each in tokens]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Decode target tokens; see :meth:`Tokenizer.decode`."""
-        vocabulary, target = self.vocabulary, self._sides["target"]
+    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+        """Decode tokens; see :meth:`Tokenizer.decode`."""
+        vocabulary = self.vocabulary.source if side == "source" else self.vocabulary
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}
         numbers = [int(token) for token in tokens if int(token) not in silent]
-        pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(target.id_to_token(each)) for each in numbers]
-        return self._joined(pieces)
+        token_of = self._sides[side].id_to_token
+        pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(token_of(each)) for each in numbers]
+        return self._joined(pieces, side)
 
     def reference(self, text: str) -> str:
         """Normalise a reference as the tokenizer does: lower case and accents, and spaces between its words."""
@@ -149,12 +150,12 @@ class BertTokenizer(Tokenizer):
         normal = text if target.normalizer is None else target.normalizer.normalize_str(text)
         if target.pre_tokenizer is None:
             return normal
-        return self._joined([word for word, _ in target.pre_tokenizer.pre_tokenize_str(normal)])
+        return self._joined([word for word, _ in target.pre_tokenizer.pre_tokenize_str(normal)], "target")
 
-    def _joined(self, pieces: list[str]) -> str:
+    def _joined(self, pieces: list[str], side: Side) -> str:
         if pieces:
             pieces = [pieces[0].removeprefix("##"), *pieces[1:]]
-        decoder = self._sides["target"].decoder
+        decoder = self._sides[side].decoder
         text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
         return text.replace(" ' ", "'")
 

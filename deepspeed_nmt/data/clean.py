@@ -88,8 +88,8 @@ def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
 def plain_lines(file: Iterable[bytes]) -> Iterator[bytes]:
     r"""Yield the lines of a file, without line ends (``\n``, ``\r\n``) and byte order mark."""
     for number, line in enumerate(file):
-        if number == 0:
-            line = line.removeprefix(codecs.BOM_UTF8)
+        if number == 0 and not (line := line.removeprefix(codecs.BOM_UTF8)):
+            return  # nothing but the mark
         yield line.rstrip(b"\r\n")
 
 

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
@@ -44,6 +45,7 @@ class Meta(Config):
         pairs_read: training pairs before cleaning.
         removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
         splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        round_trips: lines that encoding and decoding changes, by ``<split>.<side>``; empty in older directories.
         files: every file of the directory except ``meta.json``.
     """
 
@@ -57,6 +59,7 @@ class Meta(Config):
     pairs_read: int
     removed: dict[str, int]
     splits: dict[str, SplitStats]
+    round_trips: dict[str, RoundTrip] = Field(default_factory=dict)
     files: dict[str, FileRecord]
 
 
@@ -143,6 +146,11 @@ class DataDirectory:
     def vocabulary(self) -> dict[str, FileRecord]:
         """Records of the vocabulary's files by name."""
         return {name: record for name, record in self.meta.files.items() if name.startswith("vocabulary.")}
+
+    @property
+    def longest_source(self) -> int:
+        """Tokens of the longest source sentence of the training text, without EOS."""
+        return self.meta.splits["train"].source.longest
 
     @property
     def has_test(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -16,7 +17,7 @@ from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.clean import plain_lines
 from deepspeed_nmt.data.directory import InputRecord
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import check_plain
+from deepspeed_nmt.files import check_plain, skip_byte_order_mark
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -79,6 +80,7 @@ def _inspect(path: Path) -> InputRecord:
     lines, last = 0, b"\n"
     with _HashedFile(path) as file, io.BufferedReader(file, _BLOCK_BYTES) as stream:
         check_plain(stream, path)
+        skip_byte_order_mark(stream, path)
         while block := stream.read(_BLOCK_BYTES):
             lines += block.count(b"\n")
             last = block[-1:]
@@ -86,7 +88,7 @@ def _inspect(path: Path) -> InputRecord:
 
 
 @contextmanager
-def open_unchanged(record: InputRecord) -> Iterator[BinaryIO]:
+def open_unchanged(record: InputRecord) -> Iterator[io.BufferedReader[_HashedFile]]:
     """Open an input file that was inspected.
 
     Args:
@@ -123,6 +125,26 @@ def _read_side(records: Sequence[InputRecord]) -> Iterator[bytes]:
     for record in records:
         with open_unchanged(record) as stream:
             yield from plain_lines(stream)
+
+
+def copy_text(records: Sequence[InputRecord], destination: Path) -> None:
+    """Concatenate input files byte for byte, but without byte order marks, and with a line end between any two.
+
+    Raises:
+        DataError: if a file has changed since it was inspected.
+    """
+    with destination.open("wb") as file:
+        last = b""
+        for record in records:
+            if last not in (b"", b"\n"):
+                file.write(last := b"\n")
+            with open_unchanged(record) as part:
+                skip_byte_order_mark(part)
+                while block := part.read(_BLOCK_BYTES):
+                    file.write(block)
+                    last = block[-1:]
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _HashedFile(io.RawIOBase):

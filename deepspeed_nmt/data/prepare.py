@@ -8,8 +8,8 @@ directory beside the result, renamed at the end.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
-from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
+from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES, Side
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
 from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
@@ -31,7 +31,9 @@ from deepspeed_nmt.data.directory import (
     Meta,
     open_tokenizer,
 )
-from deepspeed_nmt.data.inputs import Paths, inspect_inputs, open_unchanged, read_pairs
+from deepspeed_nmt.data.inputs import Paths, copy_text, inspect_inputs, read_pairs
+from deepspeed_nmt.data.normalization import Normalization
+from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
@@ -43,7 +45,8 @@ DEFAULT_VOCAB_SIZE = 8000
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
 _BATCH_PAIRS = 10_000
-_BLOCK_BYTES = 1 << 20
+_PREPARED = re.compile(r"(train|valid|test)\.(source|target)(\..*)?|vocabulary\..*")
+"""Names of the files of a data directory besides META_FILE."""
 
 
 class PrepareOptions(Config):
@@ -69,6 +72,8 @@ class PrepareOptions(Config):
     """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
     character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
     """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
+    normalization: Normalization | None = None
+    """Unicode's form of the text of a new vocabulary; None means nfkc."""
     cleaning: CleaningConfig = CleaningConfig()
     seed: int = Field(default=1, ge=0, lt=1 << 63)
     """Seed of the sample that the vocabulary is trained on."""
@@ -83,8 +88,17 @@ class PrepareOptions(Config):
             raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
         given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
         given["--character-coverage"] = self.character_coverage != 1.0
+        given["--normalization"] = self.normalization is not None
         if others := [option for option, value in given.items() if value]:
             raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
+        return self
+
+    @model_validator(mode="after")
+    def _normalization_is_of_a_new_vocabulary(self) -> PrepareOptions:
+        if self.normalization is not None and self.segmented:
+            raise ValueError("--normalization is for raw text, but segmented text is taken as it is; leave it out")
+        if self.normalization is not None and self.vocab_from is not None:
+            raise ValueError("--vocab-from brings its own normalization; leave out --normalization")
         return self
 
     @model_validator(mode="after")
@@ -112,6 +126,8 @@ class PrepareOptions(Config):
         if vocabulary is not None:
             return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
+        if self.normalization not in (None, "nfkc"):  # not recorded by versions that had no other
+            options["normalization"] = self.normalization
         return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
 
@@ -176,7 +192,7 @@ def _fill(
     clean = zip(read_lines((clean_source,)), read_lines((clean_target,)), strict=True)
     lines = progress(clean, "encoding", "pairs", total=cleaner.kept)
     texts = ((source.decode(), target.decode()) for source, target in lines)
-    splits = {"train": _encode(texts, tokenizer, staging, "train", options.threads, cleaner)}
+    encoded = {"train": _encode(texts, tokenizer, staging, "train", cleaner.kept, options.threads, cleaner)}
     _check_some_left(cleaner)
     clean_source.unlink()
     clean_target.unlink()
@@ -186,15 +202,16 @@ def _fill(
         (_lenient(source, options.segmented), _lenient(target, options.segmented))
         for source, target in read_pairs(inputs["valid.source"], inputs["valid.target"])
     )
-    splits["valid"] = _encode(valid, tokenizer, staging, "valid", options.threads)
-    if splits["valid"].pairs == 0:
+    valid_pairs = sum(record.lines for record in inputs["valid.source"])
+    encoded["valid"] = _encode(valid, tokenizer, staging, "valid", valid_pairs, options.threads)
+    if valid_pairs == 0:
         raise DataError(
             f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
             "hold out some hundreds of sentence pairs of the training text"
         )
     for split in options.splits[1:]:
         for name in (f"{split}.source", f"{split}.target"):
-            _copy(inputs[name], staging / name)
+            copy_text(inputs[name], staging / name)
 
     files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
@@ -207,7 +224,8 @@ def _fill(
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
         removed={reason.value: cleaner.removed[reason] for reason in Reason},
-        splits=splits,
+        splits={split: stats for split, (stats, _) in encoded.items()},
+        round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
         files=files,
     )
     write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
@@ -230,7 +248,7 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
     logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
     lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
-    return train_bpe(lines, size, options.character_coverage)
+    return train_bpe(lines, size, options.character_coverage, options.normalization or "nfkc")
 
 
 def _encode(
@@ -238,10 +256,13 @@ def _encode(
     tokenizer: Tokenizer,
     directory: Path,
     split: str,
+    total: int,
     threads: int,
     cleaner: PairCleaner | None = None,
-) -> SplitStats:
+) -> tuple[SplitStats, dict[Side, RoundTrip]]:
+    """Encode a split of about ``total`` pairs, without those that the cleaner finds too long."""
     vocabulary = tokenizer.vocabulary
+    tried = {side: RoundTrips(tokenizer, side, total) for side in SIDES}
     size, unknown = max(vocabulary.size, vocabulary.source.size), (vocabulary.source.unk, vocabulary.unk)
     with CorpusWriter(directory, split, size, unknown) as writer:
         for batch in batched(pairs, _BATCH_PAIRS):
@@ -249,24 +270,12 @@ def _encode(
             targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)
             if cleaner is not None:
                 keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
+                batch = list(compress(batch, keep))
                 sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
+            tried["source"].add((source for source, _ in batch), sources)
+            tried["target"].add((target for _, target in batch), targets)
             writer.append(sources, targets)
-        return writer.stats
-
-
-def _copy(records: Sequence[InputRecord], destination: Path) -> None:
-    """Concatenate input files byte for byte, adding the last line end between files where it is missing."""
-    with destination.open("wb") as file:
-        last = b""
-        for record in records:
-            if last not in (b"", b"\n"):
-                file.write(last := b"\n")
-            with open_unchanged(record) as part:
-                while block := part.read(_BLOCK_BYTES):
-                    file.write(block)
-                    last = block[-1:]
-        file.flush()
-        os.fsync(file.fileno())
+        return writer.stats, {side: each.result for side, each in tried.items()}
 
 
 def _check_some_left(cleaner: PairCleaner) -> None:
@@ -308,11 +317,14 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
+    names = {path.name for path in out.iterdir()}
     try:
         ours = {META_FILE, META_FILE + HASH_SUFFIX, *json.loads((out / META_FILE).read_bytes())["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except FileNotFoundError:
         ours = set()
-    others = sorted({path.name for path in out.iterdir()} - ours)
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, so its names decide
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *filter(_PREPARED.fullmatch, names)}
+    others = sorted(names - ours)
     if others:
         shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         raise DataError(
@@ -325,9 +337,10 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
     """Open an existing data directory if it was made from the same text with the same options.
 
     Raises:
-        DataError: if it was not.
+        DataError: if it was not, or was changed since.
     """
-    meta = DataDirectory.open(out).meta
+    directory = DataDirectory.open(out)
+    meta = directory.meta
     differing = [name for name in sorted({*recorded, *meta.options}) if recorded.get(name) != meta.options.get(name)]
     for name in sorted({*inputs, *meta.inputs}):
         new, old = (tuple(record.sha256 for record in records.get(name, ())) for records in (inputs, meta.inputs))
@@ -338,5 +351,6 @@ def _same_or_refuse(out: Path, recorded: dict[str, Any], inputs: dict[str, tuple
             f"--out must be new or hold data of the same text and options, but {out} differs in "
             f"{', '.join(differing)}; give --overwrite to replace it, or choose another --out"
         )
+    directory.verify_hashes()
     logger.info("%s is already prepared from the same text with the same options: nothing to do", out)
     return meta

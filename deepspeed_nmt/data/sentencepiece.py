@@ -19,6 +19,7 @@ import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.data.clean import segmented_words
+from deepspeed_nmt.data.normalization import Normalization, named, trainer_settings
 from deepspeed_nmt.data.sentencepiece_process import train_model
 from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError
@@ -105,7 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         encoded: list[list[int]] = self._processor.encode(list(texts), num_threads=threads)
         return encoded
 
-    def decode(self, tokens: Iterable[int]) -> str:
+    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
         """Decode tokens; see :meth:`Tokenizer.decode`. Segmented text is joined to words."""
         numbers = [int(token) for token in tokens if token > EOS]
         if self.segmented:
@@ -122,7 +123,7 @@ def train_bpe(
     lines: Iterable[str],
     vocab_size: int,
     character_coverage: float = 1.0,
-    normalization: str = "nmt_nfkc",
+    normalization: Normalization = "nfkc",
 ) -> SentencePieceTokenizer:
     """Train a BPE vocabulary on raw text. The same lines give the same vocabulary.
 
@@ -131,22 +132,22 @@ def train_bpe(
         vocab_size: number of tokens, including the four special ones.
         character_coverage: share of the text's characters that must be in the vocabulary; rarer ones become unknown.
             1.0 for alphabets, 0.9995 for scripts of thousands of characters.
-        normalization: rule of SentencePiece: ``nmt_nfkc`` unifies compatibility variants and unusual spaces,
-            ``identity`` keeps text unchanged.
+        normalization: form of the text, which the model brings about before it looks for tokens.
 
     Raises:
         DataError: if there is no text, or it has too many characters or too few different words for ``vocab_size``.
     """
-    tokenizer = _train(
-        lines,
-        segmented=False,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        character_coverage=character_coverage,
-        normalization_rule_name=normalization,
-    )
+    with trainer_settings(normalization) as rules:
+        tokenizer = _train(
+            lines,
+            segmented=False,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            **rules,
+        )
     _check_size(tokenizer, vocab_size)
-    return tokenizer
+    return SentencePieceTokenizer(named(tokenizer.model, normalization))
 
 
 def train_words(lines: Iterable[str], vocab_size: int | None = None) -> SentencePieceTokenizer:

@@ -65,8 +65,8 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Decode target tokens: special tokens are dropped, unknown ones become :data:`UNKNOWN_TEXT`."""
+    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+        """Decode tokens of one side: special ones are dropped, unknown ones become :data:`UNKNOWN_TEXT`."""
 
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
         """Return True if a side's tokens are those of a BERT's tokenizer.

@@ -17,7 +17,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
-from deepspeed_nmt.files import check_plain, open_text, shown_name
+from deepspeed_nmt.files import check_plain, open_text, shown_name, skip_byte_order_mark
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -69,6 +69,7 @@ def read_sentences(name: str) -> list[str]:
     """
     with open_text(name) as stream:
         check_plain(stream, name)
+        skip_byte_order_mark(stream, name)
         data = stream.read()
     try:
         text = data.decode("utf-8")

@@ -25,7 +25,16 @@ from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.manifest import MANIFEST_FILE, FileRecord
 from deepspeed_nmt.run.environment import environment
-from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, DATA_FILE, data_record, replace_files, verify_run
+from deepspeed_nmt.run.manifest import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    DATA_FILE,
+    LONGEST_SOURCE,
+    data_record,
+    replace_files,
+    verify_run,
+)
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -79,6 +88,12 @@ class Run:
         training = self.config.training
         return CheckpointStore(self.path / CHECKPOINTS, training.keep_last, training.keep_best)
 
+    @property
+    def max_source_tokens(self) -> int:
+        """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
+        longest: int = read_record(self.path / DATA_FILE, ()).get(LONGEST_SOURCE, 0)  # older runs do not record it
+        return max(MAX_SOURCE_TOKENS, longest)
+
     def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
 
@@ -126,6 +141,7 @@ def record_of(config: RunConfig, data: DataDirectory) -> RunRecord:
         config=config.model_dump(mode="json"),
         data=str(data.path.resolve()),
         fingerprint=data.fingerprint,
+        longest_source=data.longest_source,
         vocabulary=data.vocabulary,
     )
 
@@ -177,7 +193,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for name in (ORIGIN_FILE, MANIFEST_FILE):
             (path / name).unlink(missing_ok=True)
-        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint)
+        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint, data.longest_source)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))

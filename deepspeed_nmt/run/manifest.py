@@ -32,6 +32,8 @@ from deepspeed_nmt.train.checkpoint import RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
+LONGEST_SOURCE = "longest_source"
+"""Entry of DATA_FILE: tokens of the longest source sentence that the run is trained on, without EOS."""
 
 
 class RunManifest(Config):
@@ -174,7 +176,7 @@ def _restored(path: Path, files: Mapping[str, FileRecord], problems: Mapping[str
         if name == CONFIG_FILE and record is not None and not (path / name).exists():
             restored[name] = validate(record.config).to_yaml().encode()
         elif name == DATA_FILE and record is not None:
-            restored[name] = data_record(record.data, record.fingerprint)
+            restored[name] = data_record(record.data, record.fingerprint, record.longest_source)
         elif (file := _in_data(path, record, name, files.get(name))) is not None:
             restored[name], source = file.read_bytes(), str(file.parent)
         else:
@@ -209,9 +211,15 @@ def _clause(error: Exception) -> str:
     return str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
 
 
-def data_record(path: str, fingerprint: str) -> bytes:
-    """Return the content of DATA_FILE."""
-    return json.dumps({"path": path, "fingerprint": fingerprint}).encode()
+def data_record(path: str, fingerprint: str, longest_source: int = 0) -> bytes:
+    """Return the content of DATA_FILE.
+
+    Args:
+        path: path of the data directory.
+        fingerprint: fingerprint of the data.
+        longest_source: tokens of its longest source sentence; 0 if that is not known.
+    """
+    return json.dumps({"path": path, "fingerprint": fingerprint, LONGEST_SOURCE: longest_source}).encode()
 
 
 def _vocabulary_of_data(path: Path) -> dict[str, FileRecord]:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from deepspeed_nmt.config import ValidationConfig
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.directory import DataDirectory
@@ -16,6 +17,7 @@ from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.search import SearchConfig
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.search.translate import translate_lines
 from deepspeed_nmt.train.replica import Replica
 from deepspeed_nmt.train.session import Validation
@@ -53,6 +55,15 @@ class ModelValidator:
         self._config = config
         self._search = search
         self._world = world
+        self._max_source_tokens = max(MAX_SOURCE_TOKENS, data.longest_source)
+        valid = data.meta.splits["valid"].source.longest
+        if config.bleu and valid > self._max_source_tokens and world.is_main:
+            logger.warning(
+                "the validation set has a source line of %s tokens: of lines over %s only the beginning is "
+                "translated; leave them out",
+                f"{valid:,}",
+                f"{self._max_source_tokens:,}",
+            )
         with data.text("valid", "source").open("rb") as stream:
             self._sources = list(text_lines(stream))
         with data.text("valid", "target").open("rb") as stream:
@@ -64,10 +75,9 @@ class ModelValidator:
             values = self._loss(model)
             if self._config.bleu:
                 values["valid/bleu"] = self._bleu(model)
-        score = (
-            values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -values["valid/loss"]
-        )
-        return Validation(values, score)
+        loss = values["valid/loss"]
+        score = values["valid/bleu"] if self._config.best_by == "bleu" and self._config.bleu else -loss
+        return Validation(values, score, loss)
 
     def _loss(self, model: TranslationModel) -> dict[str, float]:
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
@@ -96,6 +106,8 @@ class ModelValidator:
             self._search,
             max_tokens=self._config.max_tokens,
             device=self._world.device,
+            max_source_tokens=self._max_source_tokens,
+            warn=False,  # it would repeat itself at each validation
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]

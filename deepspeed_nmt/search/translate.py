@@ -10,33 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import DecodableModel
-from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that translation needs."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Sizes and special tokens of both sides."""
-        ...
-
-    def encode(self, text: str, /) -> list[int]:
-        """Encode a source sentence as tokens, without EOS."""
-        ...
-
-    def decode(self, tokens: list[int], /) -> str:
-        """Decode target tokens into a sentence."""
-        ...
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,6 +46,9 @@ def translate_lines(
     device: torch.device | str = "cpu",
     nbest: int = 1,
     advance: Callable[[int], object] = lambda more: None,
+    max_source_tokens: int = MAX_SOURCE_TOKENS,
+    strict: bool = False,
+    warn: bool = True,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -71,8 +56,7 @@ def translate_lines(
         model: A model on ``device``, in eval mode.
         tokenizer: vocabulary of the model.
         lines: sentences; a line feed at the end is ignored. Lines without tokens are not given to the model: their
-            translation is empty. Of lines longer than the model can read, the beginning is translated, with a
-            warning.
+            translation is empty.
         config: the search and its settings.
         max_tokens: bound of a batch: sentences times the longest source among them, in tokens with EOS. Memory also
             grows with the beam. A longer line is translated in a batch of its own.
@@ -80,18 +64,25 @@ def translate_lines(
         nbest: translations wanted for each line, at most as many as the search keeps.
         device: device of the model.
         advance: called with the number of further lines that are done, which may be long before they are yielded.
+        max_source_tokens: bound of a line, in tokens without EOS; the model may have a lower one.
+        strict: True to refuse longer lines when they are read. Otherwise their beginning is translated, with a
+            warning.
+        warn: False to log no warnings of lines, for text that is translated again.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
 
     Raises:
         ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
+        DataError: if a line is too long, and ``strict`` is True.
     """
-    problems = [
-        f"{name} must be at least 1, but is {value}"
-        for name, value in (("max_tokens", max_tokens), ("buffer_lines", buffer_lines), ("nbest", nbest))
-        if value < 1
-    ]
+    numbers = {
+        "max_tokens": max_tokens,
+        "buffer_lines": buffer_lines,
+        "nbest": nbest,
+        "max_source_tokens": max_source_tokens,
+    }
+    problems = [f"{name} must be at least 1, but is {value}" for name, value in numbers.items() if value < 1]
     if nbest > config.width:
         width = config.width_setting
         problems.append(
@@ -102,20 +93,9 @@ def translate_lines(
     if problems:
         raise ConfigError(problems)
     search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
-    longest, on = model.longest_source, torch.device(device)
-    return _translate(search, tokenizer, iter(lines), max_tokens, buffer_lines, on, nbest, longest, advance)
-
-
-def _cut(source: list[int], longest: int, line: int) -> list[int]:
-    """Cut a source to the length that a model can read: one line must not stop the translation of a million."""
-    if len(source) > longest:
-        logger.warning(
-            "line %s has %s tokens, but the model reads %s at most: its end is not translated",
-            f"{line:,}",
-            f"{len(source):,}",
-            f"{longest:,}",
-        )
-    return source[:longest]
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
+    on = torch.device(device)
+    return _translate(search, tokenizer, reader, iter(lines), max_tokens, buffer_lines, on, nbest, advance)
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
@@ -153,19 +133,18 @@ def length_buckets(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int
 def _translate(
     search: Search,
     tokenizer: Tokenizer,
+    reader: SourceLines,
     lines: Iterator[str],
     max_tokens: int,
     buffer_lines: int,
     device: torch.device,
     nbest: int,
-    longest: int | None,
     advance: Callable[[int], object],
 ) -> Iterator[list[Translation]]:
     before, pad, eos = 0, tokenizer.vocabulary.pad, tokenizer.vocabulary.source.eos
     while buffer := list(islice(lines, buffer_lines)):
-        sources = [tokenizer.encode(line.rstrip("\r\n")) for line in buffer]
-        if longest is not None:
-            sources = [_cut(source, longest - 1, before + number) for number, source in enumerate(sources, start=1)]
+        sources = [reader.encode(line) for line in buffer]
+        reader.warn_of_unknown()
         translations = [[Translation("", 0.0, [])] for _ in buffer]
         filled = [number for number, source in enumerate(sources) if source]
         lengths = [len(sources[number]) + 1 for number in filled]
@@ -189,3 +168,4 @@ def _translate(
             advance(len(numbers))
         yield from translations
         before += len(buffer)
+    reader.warn_of_cuts()

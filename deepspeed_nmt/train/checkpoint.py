@@ -51,12 +51,14 @@ class RunRecord(Config):
         config: all settings, by section.
         data: path of the data directory.
         fingerprint: fingerprint of the data.
+        longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
         vocabulary: files of the vocabulary.
     """
 
     config: dict[str, Any]
     data: str
     fingerprint: str
+    longest_source: int = 0
     vocabulary: dict[PlainName, FileRecord]
 
 

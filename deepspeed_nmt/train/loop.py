@@ -103,7 +103,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
     if saved_at != progress.update:
         _save(session, progress, saved_at, must=True)
     if config.patience and progress.validations_since_best >= config.patience:
-        logger.info("no better score in %d validations: stopped early", config.patience)
+        logger.info("no better validation in %d in a row: stopped early", config.patience)
     return progress
 
 
@@ -158,16 +158,19 @@ def _measure_collapse(session: Session, progress: Progress) -> tuple[Progress, s
 
 
 def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
-    """Validate and log, and return True if the score is the best so far."""
+    """Validate and log, and return True if the validation is the best so far."""
     session.watchdog.at(f"validating after update {progress.update}", slow=True)
     found = session.validator(progress.update)
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
-    best = progress.best_score is None or found.score > progress.best_score
-    if best:
-        changes = {"best_score": found.score, "best_update": progress.update, "validations_since_best": 0}
-    else:
-        changes = {"validations_since_best": progress.validations_since_best + 1}
-    return replace(progress, **changes), best  # type: ignore[arg-type]
+    if not progress.improved_by(found.score, found.loss):
+        return replace(progress, validations_since_best=progress.validations_since_best + 1), False
+    return replace(
+        progress,
+        best_score=found.score,
+        best_loss=found.loss,
+        best_update=progress.update,
+        validations_since_best=0,
+    ), True
 
 
 def _save(session: Session, progress: Progress, saved_at: int, *, must: bool) -> int:

@@ -36,7 +36,9 @@ class TrainingConfig(Config):
     keep_last: int = Field(default=5, ge=1, description="number of newest checkpoints to keep")
     keep_best: bool = Field(default=True, description="also keep the best checkpoint")
     patience: int = Field(
-        default=0, ge=0, description="early stopping: validations without a better score that end training; 0: off"
+        default=0,
+        ge=0,
+        description="early stopping: validations in a row that are no better than the best and end training; 0: off",
     )
     max_skipped: int = Field(
         default=20, ge=1, description="updates in a row without a finite gradient that cause a rollback"
@@ -60,10 +62,12 @@ class Validation:
     Attributes:
         values: values for the log, by tag.
         score: score that chooses the best checkpoint; greater is better.
+        loss: validation loss, which decides between equal scores.
     """
 
     values: dict[str, float]
     score: float
+    loss: float
 
 
 class Validator(Protocol):

@@ -16,7 +16,9 @@ import sacrebleu
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.run.manifest import data_record, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
@@ -282,6 +284,48 @@ def test_translate_average_and_score(
     assert score == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=0.01)
     assert main(["score", "--hypothesis", reference, "--reference", reference, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(100.0)
+
+
+def test_translate_tells_what_is_wrong_with_its_input(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out, lines = tmp_path / "source", tmp_path / "out", ["The dog sleeps.", "The dog " * 30, "The cat " * 40]
+    words = ["translate", "--run", str(whole), "--input", str(source), "--output", str(out), "--beam", "1"]
+
+    def translated(text: str, *more: str, status: int = 0) -> tuple[list[str], str]:
+        source.write_text(text, encoding="utf-8")
+        out.write_text("before")
+        capsys.readouterr()
+        assert main([*words, *more]) == status
+        return out.read_text(encoding="utf-8").splitlines(), capsys.readouterr().err
+
+    whole_lines, said = translated("\n".join(lines))
+    assert "WARNING" not in said and "tokens" not in said
+    marked, said = translated("\ufeff" + "\n".join(lines))
+    assert marked == whole_lines and "source: the byte order mark at its beginning is not read as text" in said
+    cut, said = translated("\n".join(lines), "--max-source-tokens", "20")
+    assert cut[0] == whole_lines[0] and len(cut) == 3
+    assert "line 2 has " in said and "2 of 3 lines were cut to 20 tokens: lines 2, 3" in said
+    kept, said = translated("\n".join(lines), "--max-source-tokens", "20", "--strict", status=2)
+    assert kept == ["before"] and "20 tokens at most (max_source_tokens), but line 2 has " in said
+    assert "sentences in" not in said, "nothing was translated"
+    assert translated("\n".join(lines), "--strict")[0] == whole_lines
+    assert "--max-source-tokens must be at least 1, but is 0" in translated("a", "--max-source-tokens=0", status=2)[1]
+    _, said = translated("これは日本語の文です。\n猫が寝ている。\n")
+    assert "tokens up to line 2 (" in said and "unknown to the vocabulary" in said
+
+
+def test_lines_as_long_as_the_training_text_are_translated_whole(whole: Path, tmp_path: Path) -> None:
+    run, record = tmp_path / "run", json.loads((whole / "data.json").read_text())
+    shutil.copytree(whole, run)
+    saved = Checkpoint(whole / "checkpoints" / "update-0000012").run
+    assert saved is not None and 5 < saved.longest_source == record["longest_source"] < 100
+    for longest, expected in ((3000, 3000), (100, 1024)):
+        replace_files(run, {"data.json": data_record(record["path"], record["fingerprint"], longest)})
+        assert Translator.open(run).max_source_tokens == expected
+        assert Translator.open([run, whole]).max_source_tokens == 1024, "every run of an ensemble reads it"
+    replace_files(run, {"data.json": json.dumps({key: record[key] for key in ("path", "fingerprint")}).encode()})
+    assert Translator.open(run).max_source_tokens == 1024, "an older run"
 
 
 def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(

@@ -106,11 +106,11 @@ def test_a_signal_during_sentencepiece_is_no_failure_of_its(
             yield f"line {each}"
 
     threading.Thread(target=signalled).start()
-    began = time.monotonic()
+    began, before = time.monotonic(), psutil.Process().children()
     with pytest.raises(Interrupted) as interrupted, interruptible():
         train_bpe(lines(), 60)
     assert interrupted.value.signal == number and time.monotonic() - began < 3
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_an_error_of_the_text_is_no_failure_of_sentencepiece() -> None:

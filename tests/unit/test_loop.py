@@ -1,6 +1,11 @@
-"""Speed metrics of the training loop."""
+"""Speed metrics of the training loop, and its choice of the best validation."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +13,9 @@ import torch
 from deepspeed_nmt.data.loader import Cursor, Update
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train import loop
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.session import TrainingConfig, Validation
 from deepspeed_nmt.train.throughput import Window, Workload
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -49,3 +57,44 @@ def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
 
 def test_without_a_known_gpu_there_is_no_mfu() -> None:
     assert "perf/mfu" not in window(None)
+
+
+def validated(*measured: tuple[float, float], progress: Progress | None = None) -> tuple[list[int], Progress]:
+    """The updates whose checkpoints are the best so far, of validations of (score, loss), and the progress."""
+    best_at, progress = [], progress or Progress()
+    for update, (score, loss) in enumerate(measured, 1):
+        found = Validation({}, score, loss)
+        session: Any = SimpleNamespace(
+            watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
+            validator={update: found}.__getitem__,
+            metrics=SimpleNamespace(log=lambda *args: None),
+        )
+        progress, best = loop._validate(session, Progress(**{**asdict(progress), "update": update}))
+        best_at += [update] * best
+    return best_at, progress
+
+
+def test_while_bleu_is_near_zero_the_loss_decides_on_the_best_checkpoint_and_on_patience() -> None:
+    best_at, progress = validated((0.034, 9.0), (0.0, 8.0), (0.9, 8.5), (0.003, 7.0), (0.0, 7.0))
+    assert best_at == [1, 2, 4] and (progress.best_update, progress.validations_since_best) == (4, 1)
+    assert not loop._finished(TrainingConfig(patience=2), progress)
+    assert validated((0.9, 7.5), progress=progress)[1].validations_since_best == 2
+    assert validated((1.1, 9.0), progress=progress)[0] == [1], "a better BLEU wins with any loss"
+
+
+def test_a_better_bleu_wins_and_of_equal_ones_the_lower_loss() -> None:
+    assert validated((30.0, 2.0), (31.0, 2.5), (30.9, 1.0), (31.001, 2.4), (31.004, 2.4))[0] == [1, 2, 4]
+    assert validated((-2.0, 2.0), (-1.999, 1.999), (-1.999, 1.999), (-2.1, 2.1))[0] == [1, 2], "best_by=loss"
+
+
+def test_nan_is_never_better() -> None:
+    assert validated((-math.nan, math.nan), (-5.0, 5.0), (-math.nan, math.nan))[0] == [1, 2]
+    assert validated((0.0, math.nan), (0.0, 5.0), (0.0, math.nan))[0] == [1, 2]
+
+
+def test_progress_of_older_checkpoints_has_no_loss_of_the_best() -> None:
+    older = asdict(Progress(update=8, best_score=0.0, best_update=2, validations_since_best=3))
+    del older["best_loss"]
+    assert validated((0.0, 6.0), progress=Progress(**older))[0] == [1]
+    older["best_score"] = 12.0
+    assert validated((11.0, 1.0), (12.5, 6.0), progress=Progress(**older))[0] == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -16,9 +17,11 @@ from deepspeed_nmt import cli
 from deepspeed_nmt.commands.prepare import report
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import prepare as prepare_module
+from deepspeed_nmt.data import round_trip
 from deepspeed_nmt.data.clean import CleaningConfig, Reason
 from deepspeed_nmt.data.directory import DataDirectory, Meta
 from deepspeed_nmt.data.prepare import PrepareOptions, prepare
+from deepspeed_nmt.data.round_trip import excerpts
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
 
 NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
@@ -173,13 +176,13 @@ def test_text_changed_while_it_is_read_is_refused(
 def test_validation_text_changed_before_it_is_copied_is_refused(
     texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = prepare_module._copy
+    copy = prepare_module.copy_text
 
     def changed_first(*arguments: Any) -> None:
         _change_in_place(texts["valid_target"][0])
         copy(*arguments)
 
-    monkeypatch.setattr(prepare_module, "_copy", changed_first)
+    monkeypatch.setattr(prepare_module, "copy_text", changed_first)
     with pytest.raises(DataError, match=r"valid_target\.txt must not change"):
         _prepare(texts)
 
@@ -250,7 +253,7 @@ def test_interrupted_run_leaves_nothing(
         )
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_module, "_copy", interrupt)
+    monkeypatch.setattr(prepare_module, "copy_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _prepare(texts)
     assert _left_behind(tmp_path) == []
@@ -296,15 +299,15 @@ def test_only_a_whole_directory_is_restored(texts: dict[str, Any], tmp_path: Pat
 
 
 def test_two_processes_do_not_write_one_directory(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = prepare_module._copy
+    copy = prepare_module.copy_text
 
     def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(prepare_module, "_copy", copy)
+        monkeypatch.setattr(prepare_module, "copy_text", copy)
         with pytest.raises(DataError, match=rf"--out must not be in use, but process {os.getpid()} on .* is writing"):
             _prepare(texts)
         copy(*arguments)
 
-    monkeypatch.setattr(prepare_module, "_copy", meanwhile)
+    monkeypatch.setattr(prepare_module, "copy_text", meanwhile)
     _prepare(texts)
     DataDirectory.open(texts["out"]).verify_hashes()
 
@@ -443,6 +446,123 @@ def test_segmented_round_trip(texts: dict[str, Any]) -> None:
     assert meta.segmented
     assert [tokenizer.decode(corpus.source(i)) for i in range(len(corpus))] == SOURCE
     assert meta.splits["train"].source.tokens == sum(len(line.split()) + line.count("teacher") for line in SOURCE)
+
+
+def test_normalization_is_recorded_unless_it_is_the_one_there_always_was(
+    texts: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = _prepare(texts)
+    assert "normalization" not in first.options
+    with caplog.at_level(logging.INFO, "deepspeed_nmt"):
+        assert _prepare(texts, normalization="nfkc") == first
+    assert "nothing to do" in caplog.text
+    with pytest.raises(DataError, match="differs in normalization; give --overwrite"):
+        _prepare(texts, normalization="nfc")
+    again = _prepare(texts, normalization="nfc", overwrite=True)
+    assert again.options["normalization"] == "nfc"
+    assert "120 tokens (SentencePiece, normalization nfc)" in report(again, CleaningConfig(), texts["out"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segmented": True}, "--normalization is for raw text, but segmented text is taken as it is; leave it out"),
+        ({"vocab_from": "elsewhere"}, "--vocab-from brings its own normalization; leave out --normalization"),
+        ({"vocab_size": None, "tokenizer": "hf:bert"}, "brings its own vocabularies for raw text; leave out --norm"),
+    ],
+)
+def test_normalization_is_of_a_new_vocabulary(texts: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _prepare(texts, normalization="nfkc", **changes)
+
+
+def test_lines_that_do_not_survive_encoding_are_counted_and_shown(
+    texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = [line.replace("old", "½  km²") for line in SOURCE]
+    texts["train_source"][0].write_text("\n".join(changed) + "\n")
+    share = sum("old" in line for line in SOURCE)
+    meta = _prepare(texts)
+    tried = meta.round_trips["train.source"]
+    assert (tried.lines, tried.changed) == (len(SOURCE), share)
+    assert tried.examples[0] == (changed[0].replace("  ", " "), changed[0].replace("½  km²", "1⁄2 km2"))
+    assert len(tried.examples) == 3
+    assert meta.round_trips["train.target"].changed == 0
+    assert (meta.round_trips["valid.target"].lines, meta.round_trips["valid.target"].changed) == (4, 1)
+    text = report(meta, CleaningConfig(), texts["out"])
+    assert f"{share / len(SOURCE):.2%}" in text
+    assert "  source  the ½ km² house is near the house -> the 1⁄2 km2 house is near the house" in text
+    assert "  target  unbekannt 猫 -> unbekannt ⁇" in text
+
+    kept = _prepare(texts, normalization="none", overwrite=True)
+    assert kept.round_trips["train.source"].changed == 0
+    monkeypatch.setattr(round_trip, "SAMPLE_LINES", 50)
+    sampled = _prepare(texts, overwrite=True).round_trips["train.source"]
+    assert sampled.lines == len(SOURCE) // 3 and 0 < sampled.changed < share
+
+
+def test_joining_segmented_text_loses_nothing(texts: dict[str, Any]) -> None:
+    for name, lines in (("train_source", SOURCE), ("train_target", TARGET)):
+        texts[name][0].write_text("\n".join(line.replace("teacher", "teach@@ er") for line in lines) + "\n")
+    meta = _prepare(texts, vocab_size=None, segmented=True)
+    assert meta.round_trips["train.source"].changed == 0
+    assert meta.round_trips["valid.target"].examples == (("leer", "⁇"), ("unbekannt 猫", "⁇ ⁇"))
+
+
+def test_a_long_line_is_shown_where_it_changes() -> None:
+    same = "word " * 20
+    shown = excerpts(f"{same}½ {same}", f"{same}1⁄2 {same}").split(" -> ")
+    assert [each[:20] for each in shown] == ["...word word word ½ ", "...word word word 1⁄"]
+    assert all(len(each) == 56 and each.endswith("...") for each in shown)
+    assert excerpts("a b", "a") == "a b -> a"
+
+
+def test_a_byte_order_mark_is_no_text(
+    texts: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = _prepare(texts, out=tmp_path / "plain")
+    for name in ("train_source", "train_target", "valid_source", "valid_target"):
+        path = texts[name][0]
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    twice = {name: (*texts[name], *texts[name]) for name in ("valid_source", "valid_target")}
+    with caplog.at_level(logging.INFO, "deepspeed_nmt"):
+        marked = _prepare({**texts, **twice}, test_source=twice["valid_source"], test_target=twice["valid_target"])
+    assert f"{texts['valid_source'][0]}: the byte order mark at its beginning is not read as text" in caplog.text
+    assert marked.files["train.source.uint16.bin"] == plain.files["train.source.uint16.bin"]
+    for split in ("valid", "test"):
+        copy = DataDirectory.open(texts["out"]).text(split, "source")
+        assert copy.read_bytes() == VALID_SOURCE + b"\n" + VALID_SOURCE
+
+
+def test_utf16_is_refused(texts: dict[str, Any]) -> None:
+    texts["valid_source"][0].write_text("one\ntwo\n", encoding="utf-16")
+    with pytest.raises(DataError, match=r"plain text, but is UTF-16; run `iconv -f UTF-16 -t UTF-8 .*` first"):
+        _prepare(texts)
+
+
+def test_damaged_data_is_not_called_prepared(texts: dict[str, Any]) -> None:
+    _prepare(texts)
+    tokens, text = texts["out"] / "train.target.uint16.bin", texts["out"] / "valid.target"
+    for path in (tokens, text):
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(
+        DataError,
+        match=r"train\.target\.uint16\.bin has other content than was written; valid\.target has other content than "
+        "was written; restore it, or run `prepare` again with --overwrite",
+    ):
+        _prepare(texts)
+    meta = _prepare(texts, overwrite=True)
+    assert _prepare(texts) == meta
+    for damage in ("{ half", json.dumps({"format": 99})):
+        (texts["out"] / "meta.json").write_text(damage)
+        with pytest.raises(DataError, match="again with --overwrite"):
+            _prepare(texts)
+        assert _prepare(texts, overwrite=True) == meta
+    (texts["out"] / "meta.json").write_text("{ half")
+    (texts["out"] / "my notes").write_text("mine")
+    with pytest.raises(DataError, match=r"or hold only what `prepare` made, but .* has my notes"):
+        _prepare(texts, overwrite=True)
 
 
 def test_changed_data_is_detected(texts: dict[str, Any]) -> None:

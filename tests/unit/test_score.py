@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -272,6 +273,24 @@ def test_bad_utf8_names_file_and_line(
     latin.write_bytes("gut\nschön\nalt\n".encode("latin-1"))
     message = refusal(capsys, "--hypothesis", str(latin), "--reference", files["--reference"])
     assert f"{latin} must be UTF-8, but line 2 holds the invalid byte 0xf6" in message
+
+
+def test_a_byte_order_mark_is_no_text(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    hypothesis, reference, source = (Path(files[name]) for name in ("--hypothesis", "--reference", "--source"))
+    hypothesis.write_bytes(reference.read_bytes())
+    for marked in (reference, hypothesis, source):
+        marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+        assert score(files) == 0
+        captured = capsys.readouterr()
+        assert "sacreBLEU = 100.00" in captured.out
+        assert f"{marked}: the byte order mark at its beginning is not read as text" in captured.err
+
+
+def test_utf16_is_refused(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = tmp_path / "ref.utf16"
+    wide.write_text("\n".join(REFERENCE), encoding="utf-16")
+    message = refusal(capsys, "--hypothesis", files["--hypothesis"], "--reference", str(wide))
+    assert f"{wide} must be plain text, but is UTF-16; run `iconv -f UTF-16 -t UTF-8 {wide}` first" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\n"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.console import counting, setup_logging
+from deepspeed_nmt.console import counting, logger, setup_logging
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
@@ -138,6 +138,69 @@ def test_a_line_over_the_limit_is_translated_alone_with_a_warning(
     assert "line 3 has 301 tokens" in caplog.messages[0]
 
 
+class Alphabet(Letters):
+    """Other letters than those of the alphabet are unknown."""
+
+    def encode(self, text: str) -> list[int]:
+        return [token if 4 <= token < 30 else self.vocabulary.unk for token in super().encode(text)]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings from now on."""
+    seen: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda message, *values: seen.append(message % values))
+    return seen
+
+
+def test_a_very_long_line_is_cut_and_the_others_counted(
+    model: TranslationModel, shapes: list[tuple[int, int]], warnings: list[str]
+) -> None:
+    lines = ["ab", "e" * 60_000, "cd", *["f" * 30] * 6]
+    list(translate_lines(model, Letters(), lines, BeamConfig(beam=2, max_length_ratio=0.0), buffer_lines=3))
+    assert shapes[0] == (3, 1025), "its beginning and EOS"
+    assert warnings == ["line 2 has 60,000 tokens, more than 1,024 (max_source_tokens): its end is not translated"]
+    warnings.clear()
+    cut = list(translate_lines(model, Letters(), lines[2:], CONFIG, buffer_lines=3, max_source_tokens=20))
+    assert same(cut[1], next(translate_lines(model, Letters(), ["f" * 20], CONFIG)))
+    assert warnings == [
+        "line 2 has 30 tokens, more than 20 (max_source_tokens): its end is not translated",
+        "6 of 7 lines were cut to 20 tokens: lines 2, 3, 4, 5, 6, ...",
+    ]
+
+
+def test_a_model_may_read_less(model: TranslationModel, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "longest_source", 11)
+    (cut,) = translate_lines(model, Letters(), ["f" * 30], CONFIG)
+    assert same(cut, next(translate_lines(model, Letters(), ["f" * 10], CONFIG)))
+    assert warnings == ["line 1 has 30 tokens, more than 10 (all that the model reads): its end is not translated"]
+
+
+def test_strict_refuses_a_long_line_when_it_is_read(model: TranslationModel) -> None:
+    found = translate_lines(
+        model, Letters(), ["ab", "cd", "e" * 9], CONFIG, buffer_lines=2, max_source_tokens=8, strict=True
+    )
+    assert len([next(found), next(found)]) == 2
+    with pytest.raises(DataError, match=r"8 tokens at most \(max_source_tokens\), but line 3 has 9 tokens; split it"):
+        next(found)
+
+
+def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: list[str]) -> None:
+    rare = ["abcdefghijklmnopqrstu", "猫", "abcdefghijklmnopqrstu", "a"]
+    list(translate_lines(model, Alphabet(), rare, CONFIG))
+    assert not warnings, "1 of 44"
+    list(translate_lines(model, Alphabet(), ["日本語です", "ab", *rare, "日本"], CONFIG, buffer_lines=2))
+    assert len(warnings) == 1
+    assert "5 of the 7 tokens up to line 2 (71%) are unknown to the vocabulary" in warnings[0]
+    warnings.clear()
+    list(translate_lines(model, Alphabet(), [*rare, "日本語です"], CONFIG, buffer_lines=2))
+    assert "6 of the 49 tokens up to line 5 (12%)" in warnings[0]
+    warnings.clear()
+    list(translate_lines(model, Alphabet(), ["日本", "a" * 30, "b" * 30], CONFIG, max_source_tokens=9, warn=False))
+    list(translate_lines(model, Alphabet(), [], CONFIG))
+    assert not warnings
+
+
 def test_nbest(model: TranslationModel) -> None:
     (translations,) = translate_lines(model, Letters(), ["hello"], CONFIG, nbest=3)
     assert len({tuple(translation.tokens) for translation in translations}) == 3
@@ -150,8 +213,8 @@ def test_nbest(model: TranslationModel) -> None:
 def test_invalid_numbers_are_reported_together_before_reading(model: TranslationModel) -> None:
     lines = iter(["a"])
     with pytest.raises(ConfigError) as error:
-        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4)
-    assert len(error.value.problems) == 3
+        translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4, max_source_tokens=0)
+    assert len(error.value.problems) == 4
     assert "raise beam to 4" in str(error.value)
     assert list(lines) == ["a"]
 
