@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.depths import Depth
     from deepspeed_nmt.run.directory import Run
 
+_ENOUGH_SENTENCES = 200
+"""Number of sentences below which the report warns that it is not reliable."""
 _WARM_UP_SENTENCES = 8
 """Number of sentences translated before the first depth is timed."""
 
@@ -83,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--input and --reference must have equally many lines, at least one, but have {len(sources)} and "
             f"{len(references)}; give files of the same sentences"
         )
+    if len(sources) < _ENOUGH_SENTENCES:
+        few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
+        logger.warning(few, len(sources), _ENOUGH_SENTENCES)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = opened.model(arguments.checkpoint).to(device)
     _check_stages(opened, model.stages)

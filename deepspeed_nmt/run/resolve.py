@@ -171,7 +171,7 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
     if not resumed:
         config.model.check_data(data.tokenizer())
     model = build_meta_model(config, vocabulary)
-    _check_size(model)
+    check_size(model)
     bounds = {"source": model.longest_source, "target": model.longest_target}
     for split in ("train", "valid"):
         corpus = data.corpus(split)
@@ -185,7 +185,7 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
                 )
 
 
-def _check_size(model: TranslationModel) -> None:
+def check_size(model: TranslationModel) -> None:
     """Refuse a model that this host cannot hold; the system would kill the process while it is built.
 
     Raises:

@@ -49,7 +49,7 @@ class BeamSettings(SearchConfig):
 
     width_setting: ClassVar[str | None] = "beam"
     beam: int = Field(
-        default=5, ge=1, le=1000, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
+        default=5, ge=1, le=10_000, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
     )
     length_penalty: str = Field(
         default="gnmt:0.6", description="gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"

@@ -6,8 +6,11 @@ import argparse
 import ast
 import importlib
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,12 +226,15 @@ def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> 
     assert tables.with_table(page, tables.recipe_table()) == page, "run `python launch/docs/tables.py`"
 
 
-def test_the_plans_of_a_large_model_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plans_of_a_large_model_are_up_to_date() -> None:
+    """Compute the plans in a process without Triton's interpreter, which allocates differently."""
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
-    tables = importlib.import_module("tables")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "launch" / "docs")])
+    command = [sys.executable, "-c", "import tables; print(tables.plan_table())"]
+    table = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    assert tables.with_table(page, tables.plan_table()) == page, "run `python launch/docs/tables.py`"
+    assert table in page, "run `python launch/docs/tables.py`"
 
 
 def test_the_citation_has_the_papers() -> None:

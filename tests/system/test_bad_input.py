@@ -14,7 +14,9 @@ import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import setup_logging
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.run.directory import recorded_data
 from deepspeed_nmt.run.lock import RunLock
 from deepspeed_nmt.train import store
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -139,6 +141,12 @@ def test_training_continues_on_a_full_disk(
 
 def _raise() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_data_of_a_run_that_has_moved(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text('{"path": "/nowhere/data", "fingerprint": "0"}')
+    with pytest.raises(DataError, match=r"there is no directory /nowhere/data; give the place of its data by --data"):
+        recorded_data(tmp_path)
 
 
 def test_translate_and_average_name_missing_files(

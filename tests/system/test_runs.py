@@ -22,6 +22,7 @@ from deepspeed_nmt.run.manifest import data_record, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
+from tests.system.conftest import SMALL
 
 
 def train(data: Path, run: Path, *settings: str) -> int:
@@ -44,8 +45,6 @@ def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted plain run of twelve updates."""
-    from tests.system.conftest import SMALL
-
     run = tmp_path_factory.mktemp("whole") / "run"
     assert train(data, run, *SMALL) == 0
     return run
@@ -365,9 +364,15 @@ def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path
         assert len(list((run / "checkpoints").glob("update-*"))) == 3
 
 
-def test_a_run_resumes_with_its_own_settings(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_own_settings_and_data(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    assert train(data, run, "training.max_updates=14") == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--run", "new", *SMALL]) == 2
+    assert "error: --data is required to start a run, but missing; give a directory" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main(["train", "--run", "run", "training.max_updates=14"]) == 0
     assert Checkpoint(run / "checkpoints" / "update-0000014").progress.update == 14
     assert "dim: 32" in (run / "config.yaml").read_text()

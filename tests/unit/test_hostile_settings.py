@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
+from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.run.resolve import check_size
 
 LONG = "n" * 300
 PREPARE = [
@@ -55,9 +59,30 @@ def test_a_setting_is_refused_in_a_sentence(setting: str, sentence: str) -> None
     assert len(problem) < 400
 
 
+def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device is cuda, but torch finds no GPU; use cpu"):
+        Translator.open("RUN", device="cuda")
+    with pytest.raises(ConfigError, match="--device must be auto, cpu or cuda, but is 'gpu'"):
+        Translator.open("RUN", device="gpu")
+    assert main(["translate", "--run", "RUN", "--device", "cuda", "--input", __file__, "--output", "-"]) == 2
+    assert "--device is cuda, but torch finds no GPU" in capsys.readouterr().err
+
+
 def test_repetitions_count_as_layers() -> None:
     with pytest.raises(ConfigError, match="encoder_layers x encoder_loops must be at most 1,000, but is 6 x 900"):
         load_config(settings=["model.name=recurrent", "model.encoder_loops=900"])
+
+
+@pytest.mark.timeout(60)
+def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> None:
+    widest = ["model.dim=65536", "model.ffn_dim=1048576", "model.encoder_layers=100"]
+    model = build_meta_model(load_config(settings=widest), Vocabulary(1000))
+    with pytest.raises(ConfigError, match=r"must fit twice into this host's memory of .* lower the model"):
+        check_size(model)
+    check_size(build_meta_model(load_config(), Vocabulary(1000)))
 
 
 def test_known_settings_are_listed_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.build import build_meta_model, build_model, build_objective
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.objective import TrainModule
@@ -33,6 +33,7 @@ from deepspeed_nmt.planning.memory import (
     state_bytes,
 )
 from deepspeed_nmt.planning.tally import Tally
+from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.run.resolve import resolve_recomputation
 from tests.support import batch_of
 
@@ -138,6 +139,43 @@ def test_a_tally_counts_allocated_and_freed_memory() -> None:
     assert tally.flops == 2 * 10 * 100 * 10
     del more
     assert tally.bytes == 4000
+
+
+def test_a_repeated_operation_is_counted_like_the_first() -> None:
+    """On the meta device a tally repeats the results of operations that it has seen, with the same figures."""
+
+    def counted(repeat: bool, monkeypatch: pytest.MonkeyPatch) -> Work:
+        with monkeypatch.context() as patch:
+            if not repeat:
+                patch.setattr("deepspeed_nmt.planning.tally._is_pure", lambda func: False)
+            config = load_config("deep_decoder_base_30", settings=[*NARROW, *SHALLOW, "layer.drop_depth=1"])
+            model = build_meta_model(config, V)
+            return count_update(model, build_objective(config, V), V, 512, (0, 1))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert counted(True, monkeypatch) == counted(False, monkeypatch)
+
+
+def test_a_sweep_counts_a_model_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    built: list[RunConfig] = []
+
+    def build(config: RunConfig, *rest: Any) -> Any:
+        built.append(config)
+        return build_meta_model(config, *rest)
+
+    for module in ("plans", "resolve"):
+        monkeypatch.setattr(f"deepspeed_nmt.run.{module}.build_meta_model", build)
+    small = [*NARROW, *SHALLOW, "layer.drop_depth=1", "--vocab-size", "500"]
+    assert main(["plan", "--sweep", "deep_decoder_fig3_tau", *small, "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(built) == 1, "the points differ in their objective alone"
+    built.clear()
+    plans, gpu = Plans(), GPUS["v100-16g"]
+    for ranks, tokens in ((1, 1024), (8, 2048)):
+        config = load_config(settings=[*NARROW, *SHALLOW, f"batch.micro_tokens={tokens}"])
+        plan = plans.on(gpu, ranks, config, V).planner.as_set(gpu.usable_gib)
+        assert plan.micro_tokens == tokens and plan.layout.ranks == ranks
+    assert len(built) == 1, "counts do not depend on the number of GPUs, nor on the batch"
 
 
 def test_bytes_of_each_parameter() -> None:
