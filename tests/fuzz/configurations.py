@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from pydantic.fields import FieldInfo
 
-from deepspeed_nmt.config import RunConfig, setting_classes
-from deepspeed_nmt.methods import self_tests
+from deepspeed_nmt.config import NAMED, RunConfig, setting_classes
+from deepspeed_nmt.methods import REGULARIZERS, self_tests
 from deepspeed_nmt.recipes import load_recipe, recipes
 from deepspeed_nmt.registry import Config
 
@@ -133,15 +133,36 @@ class Change:
     value: Any
 
 
+def fields_of(base: Mapping[str, Any]) -> list[Any]:
+    """Settings that fit the parts that other settings name."""
+    objective = base.get("objective", {})
+
+    def fits(prefix: str, part: str) -> bool:
+        section, _, name = prefix.partition(".")
+        if section == "objective":
+            return name in objective or name in REGULARIZERS
+        return part == (base.get(section, {}).get("name", NAMED[section].default) if section in NAMED else "")
+
+    return [each for each in FIELDS if fits(each[0], each[1])]
+
+
 @st.composite
-def changes(draw: st.DrawFn, tame: bool = False) -> list[Change]:
-    """A setting with a value of its type, or nearly, or wrong; with the name of its part, or without."""
-    prefix, part, name, annotation, field = draw(st.sampled_from(FIELDS))
-    kind = draw(st.integers(0, 9))
-    value = allowed(name, annotation, field, tame)
-    if not tame and kind == 0:
+def changes(draw: st.DrawFn, base: Mapping[str, Any], tame: bool) -> list[Change]:
+    """A setting with a value.
+
+    Args:
+        draw: given by hypothesis.
+        base: settings that it changes.
+        tame: True for a setting that fits those, with a value of its type; else it may be any setting, with a value
+            of its type, or nearly, or wrong, with the name of its part or without.
+    """
+    prefix, part, name, annotation, field = draw(st.sampled_from(fields_of(base) if tame else FIELDS))
+    value, kind = allowed(name, annotation, field, tame), draw(st.integers(0, 9))
+    if tame:
+        return [Change(f"{prefix}.{name}", draw(value))]
+    if kind == 0:
         value = WRONG
-    if not tame and kind == 1:
+    if kind == 1:
         name = draw(other_names())
     change = Change(f"{prefix}.{name}", draw(value))
     return [Change(f"{prefix}.name", part), change] if part and draw(st.integers(0, 2)) else [change]
@@ -188,11 +209,12 @@ BASES = [case.settings for case in self_tests().values()]
 @st.composite
 def words(draw: st.DrawFn, tame: bool = False) -> list[str]:
     """Settings as words of a command line: those of a self-test, and some more."""
-    base = case_words(draw(st.sampled_from(BASES))) if tame or draw(st.integers(0, 3)) else []
-    chosen = draw(st.lists(changes(tame or draw(st.booleans())), min_size=1, max_size=4 if tame else 6))
+    base: Mapping[str, Any] = draw(st.sampled_from(BASES)) if tame or draw(st.integers(0, 3)) else {}
+    fitting = tame or draw(st.booleans())
+    chosen = draw(st.lists(changes(base, fitting), min_size=1, max_size=4 if fitting else 6))
     more = [as_word(change) for each in chosen for change in each]
     strange = st.text(max_size=12) | st.sampled_from(["=", "a=", "=1", "model.=1", ".=", "model..dim=1", "model.dim"])
-    return [*base, *more, *([draw(strange)] if not tame and draw(st.integers(0, 9)) == 0 else [])]
+    return [*case_words(base), *more, *([] if fitting or draw(st.integers(0, 9)) else [draw(strange)])]
 
 
 @st.composite
@@ -200,8 +222,9 @@ def yaml_files(draw: st.DrawFn) -> bytes:
     """A YAML file of settings, sometimes damaged, and sometimes no YAML at all."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=40) | st.sampled_from(STRANGE_YAML))
-    chosen = draw(st.lists(changes(tame=draw(st.booleans())), min_size=1, max_size=6))
-    content = nested(draw(st.sampled_from([{}, *BASES])), [change for each in chosen for change in each])
+    base: Mapping[str, Any] = draw(st.sampled_from([{}, *BASES]))
+    chosen = draw(st.lists(changes(base, draw(st.booleans())), min_size=1, max_size=6))
+    content = nested(base, [change for each in chosen for change in each])
     if draw(st.integers(0, 4)) == 0:
         content[draw(st.one_of(st.text(max_size=5), st.integers(), st.none(), st.booleans()))] = draw(WRONG)
     options = {"allow_unicode": draw(st.booleans()), "default_flow_style": draw(st.sampled_from([None, False, True]))}

@@ -35,8 +35,8 @@ TINY = [
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with text/, data/ and run/, to copy."""
     directory = tmp_path_factory.mktemp("tiny")
-    write_sample(directory / "text", train=60, valid=4, test=4, seed=3)
-    words = ["prepare", "--out", "data", "--vocab-size", "200"]
+    write_sample(directory / "text", train=200, valid=4, test=4, seed=3)
+    words = ["prepare", "--out", "data", "--vocab-size", "400", "--max-length", "50"]
     for split in ("train", "valid"):
         words += [f"--{split}-source", f"text/{split}.en", f"--{split}-target", f"text/{split}.de"]
     assert run_program(words, directory, ["data"]).status == 0

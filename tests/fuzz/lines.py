@@ -127,7 +127,7 @@ COMMANDS = list(commands())
 SOUND = {
     ("sample-data",): "--out new --train 30 --valid 3 --test 3",
     ("prepare",): "--train-source text/train.en --train-target text/train.de --valid-source text/valid.en "
-    "--valid-target text/valid.de --out new --vocab-size 200",
+    "--valid-target text/valid.de --out new --vocab-size 400",
     ("train",): "--data data --run new",
     ("translate",): "--run run --input text/valid.en --output out.txt",
     ("score",): "--hypothesis text/valid.de --reference text/valid.de",
@@ -162,7 +162,7 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
     if action.choices is not None:
         return _mostly(st.sampled_from(list(action.choices)), st.text(max_size=5))
     if action.type in (int, float):
-        usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "200"]
+        usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "400"]
         return _mostly(
             st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS)
         )
@@ -170,7 +170,7 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
         return paths(action)
     told = [word.replace(":A", ":0.6") for word in re.findall(r"[\w:.,-]*\w", action.help or "")]
     named = {"recipe": recipes(), "sweep": sweeps(), "gpu": ["v100-32g", "x:1", "x:-1", "x:nan", "x:1e400"]}
-    sound = named.get(action.dest, [*told, "200", "200,300"])
+    sound = named.get(action.dest, [*told, "400", "200,300"])
     return _mostly(st.sampled_from(sound), st.sampled_from(NUMBERS + STRANGE_PATHS) | st.text(max_size=8))
 
 

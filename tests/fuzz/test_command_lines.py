@@ -80,7 +80,7 @@ def _no_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_command_lines(tiny: Path, place: Path) -> None:
-    explore(lambda line: check_line(tiny, place, line), lines(), 100)
+    explore(lambda line: check_line(tiny, place, line), lines(), 60)
 
 
 @pytest.mark.slow
