@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.recipes import recipes
 from tests.fuzz.configurations import case_words, words, yaml_files
 from tests.fuzz.exploring import explore, explore_for
 from tests.fuzz.program import run_program
@@ -69,7 +70,7 @@ def test_training(tiny: Path, place: Path) -> None:
 @pytest.mark.timeout(2000)
 def test_configurations_for_fifteen_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = {
-        "words": explore_for(300.0, lambda case: check_plan(place, case), plans()),
+        "words": explore_for(300.0, lambda case: check_plan(place, case), plans(recipes())),
         "files": explore_for(300.0, lambda content: check_file(place, content), yaml_files()),
         "training": explore_for(300.0, lambda chosen: check_training(tiny, place, chosen), words(tame=True)),
     }

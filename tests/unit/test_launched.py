@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -78,3 +80,15 @@ def test_extensions_are_built_in_a_new_directory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/chosen")
     isolate_extension_builds()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_the_directory_for_builds_is_removed_unless_it_is_used(built: bool, tmp_path: Path) -> None:
+    use = "; Path(os.environ['TORCH_EXTENSIONS_DIR'], 'built').touch()" if built else ""
+    program = (
+        "import os; from pathlib import Path; from deepspeed_nmt.parallel.launched import isolate_extension_builds"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
+    words = [sys.executable, "-c", f"{program}; launched.isolate_extension_builds(){use}"]
+    subprocess.run(words, env={**environment, "TMPDIR": str(tmp_path)}, check=True)
+    assert bool(list(tmp_path.iterdir())) == built
