@@ -124,7 +124,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
-    """Read configuration, data and origin of a run; nothing is written.
+    """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
 
     Raises:
         UserError: if options contradict each other, or a file cannot be read.

@@ -185,7 +185,10 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         ConfigError: if a setting has changed that cannot change; all of them are listed.
         DataError: if the data has changed.
     """
-    files = {CONFIG_FILE: config.to_yaml().encode()}
+    files = {
+        CONFIG_FILE: config.to_yaml().encode(),
+        DATA_FILE: data_record(str(data.path.resolve()), data.fingerprint, data.longest_source),
+    }
     if has_begun(path):
         verify_run(path)
         _check_same(path, config, data)
@@ -193,7 +196,6 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for name in (ORIGIN_FILE, MANIFEST_FILE):
             (path / name).unlink(missing_ok=True)
-        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint, data.longest_source)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))

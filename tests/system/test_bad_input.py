@@ -160,7 +160,7 @@ def test_translate_and_average_name_missing_files(
     source = str(data.parent / "text" / "test.en")
     assert "has no average" in refused([*words, source, "--checkpoint", "average"], capsys)
     assert "beam" in refused([*words, source, "--beam", "0"], capsys)
-    assert "length_penalty" in refused([*words, source, "--length-penalty", "long"], capsys)
+    assert "--length-penalty must be gnmt:A" in refused([*words, source, "--length-penalty", "long"], capsys)
     assert "--last must be between 1 and the 1 checkpoints" in refused(
         ["average", "--run", str(run), "--last", "5"], capsys
     )

@@ -112,6 +112,13 @@ def test_a_lost_record_of_the_data_is_restored(run: Path, harm: str, capsys: pyt
     assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
 
 
+def test_the_place_of_moved_data_is_recorded_when_the_run_is_resumed(run: Path) -> None:
+    data = (run.parent / "data").rename(run.parent / "elsewhere")
+    assert main(["train", "--run", str(run), "--data", str(data), "training.max_updates=4"]) == 0
+    assert json.loads((run / "data.json").read_text())["path"] == str(data.resolve())
+    assert main(["train", "--run", str(run), "training.max_updates=4"]) == 0
+
+
 @pytest.mark.parametrize("harm", ["remove", "flip", "no hash", "schema"])
 def test_a_lost_manifest_is_made_again(run: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, manifest = translate(run), run / "manifest.json"
