@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, report, setup_logging
-from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
+from deepspeed_nmt.errors import ReportedError, TrainingError, UserError, shown
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
@@ -51,6 +51,15 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _check(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with a message if a word is not UTF-8, which no record and no output could hold, or has no value."""
+    for word in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            parser.error(f"arguments must be UTF-8, but {shown(word)} is not; rename the file")
+        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            parser.error(f"argument {word[:-3]}: expected one argument")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
@@ -60,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
+    _check(words, parser)
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -185,7 +185,11 @@ def arguments(draw: st.DrawFn, action: argparse.Action) -> list[str]:
     if action.nargs == 0:
         return option
     several = action.nargs in ("+", "*")
-    given = draw(st.lists(values(action), min_size=int(several), max_size=3)) if several else [draw(values(action))]
+    if action.dest in ("out", "output"):  # nobody reads from the pipe
+        drawn = values(action).map(lambda value: value.replace("pipe", "new"))
+    else:
+        drawn = values(action)
+    given = draw(st.lists(drawn, min_size=int(several), max_size=3)) if several else [draw(drawn)]
     if option and len(given) == 1 and draw(st.integers(0, 3)) == 0:
         return [f"{option[0]}={given[0]}"]
     return [*option, *given]
@@ -204,4 +208,4 @@ def lines(draw: st.DrawFn) -> list[str]:
         line.insert(
             draw(st.integers(0, len(line))), draw(st.sampled_from(["--help", "--version", "--", "-", "--x", "x"]))
         )
-    return line
+    return [word.replace("\0", "") for word in line]  # an argument of a process has none
