@@ -52,10 +52,12 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _check(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Exit with a message if a word is not UTF-8, which no record and no output could hold, or has no value."""
+    """Exit with a message if a word is not UTF-8, which no record and no output could hold, or is empty."""
     for word in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
             parser.error(f"arguments must be UTF-8, but {shown(word)} is not; rename the file")
+        if word == "" or (word.startswith("--") and word.endswith("=")):  # as a path it would be this directory
+            parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
         if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
             parser.error(f"argument {word[:-3]}: expected one argument")
 

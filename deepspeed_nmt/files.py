@@ -109,6 +109,11 @@ def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = 
         logger.info("%s: the byte order mark at its beginning is not read as text", shown_name(name))
 
 
+def real_path(path: Path) -> Path:
+    """Return the absolute path without symbolic links. Links in a circle stay; opening them is an OSError."""
+    return Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a circle, before Python 3.13
+
+
 def shown_name(name: Path | str) -> str:
     """Return the name of a text for messages."""
     return "standard input" if str(name) == "-" else str(name)
@@ -223,7 +228,7 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
         with open(path if descriptor is None else os.dup(descriptor), mode, **options) as file:  # noqa: PTH123
             yield file
         return
-    path = path.resolve()
+    path = real_path(path)
     _remove_orphans(path)
     old = path.stat() if path.is_file() else None
     temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)

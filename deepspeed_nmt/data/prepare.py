@@ -38,6 +38,7 @@ from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import real_path
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
 
@@ -142,7 +143,7 @@ def prepare(options: PrepareOptions) -> Meta:
             the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
             full.
     """
-    out = options.out.resolve()  # renaming onto a link would replace the link
+    out = real_path(options.out)  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
     given = _given_vocabulary(options)

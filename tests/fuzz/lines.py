@@ -25,13 +25,11 @@ STRANGE_PATHS = [
         "noise",
         "pipe",
         "/dev/null",
-        "/dev/full",
         "/dev/zero/x",
         "-",
         "",
         ".",
-        "..",
-        "~",
+        "run/..",
     ),
     *(
         "x" * 256,
@@ -143,7 +141,7 @@ def paths(action: argparse.Action) -> SearchStrategy[str]:
     """Paths, mostly of the kind that an option needs."""
     name = action.dest
     if action.metavar == "F":
-        likely = ["out.txt", "out.png", "text/valid.en"] if name in ("out", "output") else FILES
+        likely = ["out.txt", "out.png", "text/valid.en", "/dev/full"] if name in ("out", "output") else FILES
     elif name == "out":
         likely = ["new", "data", "empty"]
     elif name in ("run", "runs", "init_from", "grow_from"):
