@@ -114,7 +114,7 @@ def log_to(file: Path) -> None:
         OSError: if the file cannot be opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(file, encoding="utf-8")
+    handler = _LogFile(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
 

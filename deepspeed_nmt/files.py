@@ -170,7 +170,8 @@ def check_utf8_name(path: Path, name: str) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} must have a name in UTF-8, but is {path}; rename it") from error
+        shown = str(path).encode(errors="backslashreplace").decode()
+        raise DataError(f"{name} must have a name in UTF-8, but is {shown}; rename it") from error
 
 
 def resolved(path: Path) -> Path:
@@ -198,7 +199,7 @@ def replace_directory(path: Path, new: Path) -> None:
         OSError: if it cannot be moved; ``path`` is then unchanged.
     """
     old = hidden(path, "old.tmp")
-    _remove(old)
+    remove(old)
     replaces = path.is_symlink() or path.is_dir()
     try:
         if replaces:
@@ -207,7 +208,7 @@ def replace_directory(path: Path, new: Path) -> None:
     finally:
         if replaces and not path.exists():
             old.rename(path)
-        _remove(old)
+        remove(old)
 
 
 def remove_directory(path: Path) -> None:
@@ -216,18 +217,19 @@ def remove_directory(path: Path) -> None:
     It is renamed first, so that a process that is killed does not leave a part of it under its name.
     """
     old = hidden(path, "old.tmp")
-    _remove(old)
+    remove(old)
     with suppress(OSError):
         path.rename(old)
-        _remove(old)
+        remove(old)
 
 
-def _remove(path: Path) -> None:
-    """Remove a directory or a symbolic link, if it exists; errors are ignored."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    else:
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def hidden(path: Path, suffix: str) -> Path:

@@ -99,8 +99,8 @@ class BertTokenizer(Tokenizer):
             contents: Contents = {side: (path / side_file(side)).read_text(encoding="utf-8") for side in SIDES}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(side_file, SIDES))}), but "
-                f"does not ({error}); give a directory that `prepare` has made"
+                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(side_file, SIDES))}), "
+                f"but does not ({error}); give a directory that `prepare` has made"
             ) from error
         return cls(contents, special)
 
@@ -164,4 +164,5 @@ class BertTokenizer(Tokenizer):
 
 
 def side_file(side: Side) -> str:
+    """Return the name of the file with the vocabulary of a side."""
     return f"vocabulary.{side}.json"

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, remove_directory, replace_directory, sync_directory
+from deepspeed_nmt.files import atomic_write_text, remove, remove_directory, replace_directory, sync_directory
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress
@@ -267,7 +267,7 @@ class CheckpointStore:
         temporary = self.directory / f".{name}.tmp"
         # One process at a time trains here, and one averages: other such directories are of killed processes.
         for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else f".{name}*.tmp"):
-            shutil.rmtree(orphan, ignore_errors=True)
+            remove(orphan)
         temporary.mkdir()
         try:
             weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")

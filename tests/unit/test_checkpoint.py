@@ -127,6 +127,7 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
 def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
     for name in (".update-0000003.tmp", ".average.tmp"):  # of an update that this run does not save, and another's
         (store.directory / name).mkdir(parents=True)
+    (store.directory / ".update-0000004.tmp").touch()
     save(store, 4)
     assert sorted(each.name for each in store.directory.glob(".*")) == [".average.tmp"]
     store.save_average([store.read("update-0000004")])
