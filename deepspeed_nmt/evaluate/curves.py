@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.picture import save_picture
+from deepspeed_nmt.files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 TOKENS = "train/target_tokens"
@@ -74,7 +74,7 @@ class RunCurves:
 def _entry(line: bytes) -> dict[str, float]:
     """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash."""
     try:
-        content = json.loads(line.decode("utf-8"))
+        content = parse_json(line)
     except ValueError:
         return {}
     if not isinstance(content, dict):
