@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.console import logger, report, setup_logging
-from deepspeed_nmt.errors import ReportedError, TrainingError, UserError, shown
+from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
@@ -51,15 +51,25 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Exit with a message if a word is not UTF-8, which no record and no output could hold, or is empty."""
+def _check_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with a message if a word is empty, or an option has no value."""
     for word in words:
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            parser.error(f"arguments must be UTF-8, but {shown(word)} is not; rename the file")
         if word == "" or (word.startswith("--") and word.endswith("=")):  # as a path it would be this directory
             parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
         if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
             parser.error(f"argument {word[:-3]}: expected one argument")
+
+
+def _check_working_directory() -> None:
+    """Refuse to start in a directory that has been removed, where libraries fail for reasons that they do not name.
+
+    Raises:
+        ConfigError: if there is no working directory.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory must exist, but was removed; change to another one") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,10 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: command line without the name of the program; None for that of the process.
     """
+    set_up_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
-    _check(words, parser)
+    _check_words(words, parser)
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -80,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:
+        _check_working_directory()
         setup_logging(place().rank)
         with interruptible():
             status: int = module.run(arguments)
@@ -91,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
         logger.error("%s; no incomplete file was left behind", how)
         return 128 + number
-    except BrokenPipeError:
-        # The reader of the output has exited (`| head`). Without this, closing stdout would raise a second error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of the output has exited (`| head`)
+        discard_output()
         return 1
     except (UserError, TrainingError, OSError) as error:
+        discard_output()
         return report(error)

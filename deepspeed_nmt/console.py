@@ -6,6 +6,7 @@ Progress is a bar if stderr is a terminal, and plain lines otherwise, so that th
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -56,14 +57,64 @@ def setup_logging(rank: int = 0) -> None:
     logger.propagate = False
 
 
+def set_up_streams() -> None:
+    """Open the standard streams that the caller has closed (``<&-``, ``>&-``, ``2>&-``), and write UTF-8 to stdout.
+
+    Python has no objects for closed ones, and the next files to be opened would take their descriptors: what a
+    library writes to stderr would end up in a checkpoint. Reading from a closed stdin then yields nothing, writing to
+    a closed stdout fails, and what is written to a closed stderr is discarded.
+
+    Text is UTF-8 in any locale, on stdout as in files; names of files that are not UTF-8 are written as they are.
+    """
+    accesses = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    for descriptor, (name, access) in enumerate(accesses.items()):
+        if getattr(sys, name) is None and _is_closed(descriptor):
+            os.open(os.devnull, access)  # takes the lowest free descriptor, which is this one
+            stream = open(descriptor, "r" if name == "stdin" else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def discard_output() -> None:
+    """Discard what stdout could not write; otherwise Python would report the same error again when it closes it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_closed(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False
+
+
+class _LogFile(logging.FileHandler):
+    """Log handler of a file, which reports once on stderr if the file cannot be written, such as on a full disk."""
+
+    _reported = False
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._reported:
+            self._reported = True
+            logger.error("%s could not be written (%s)", self.baseFilename, error.strerror or error)
+
+
 def log_to(file: Path) -> None:
     """Append the whole log of this rank to a file as well.
 
     Raises:
-        OSError: if the file cannot be written.
+        OSError: if the file cannot be opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = _LogFile(file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
 

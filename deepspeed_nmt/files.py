@@ -7,10 +7,13 @@ the kernel releases when the process ends, however it ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
+import shutil
 import stat
 import sys
 import uuid
@@ -109,11 +112,6 @@ def skip_byte_order_mark(stream: BufferedReader[Any], name: Path | str | None = 
         logger.info("%s: the byte order mark at its beginning is not read as text", shown_name(name))
 
 
-def real_path(path: Path) -> Path:
-    """Return the absolute path without symbolic links. Links in a circle stay; opening them is an OSError."""
-    return Path(os.path.realpath(path))  # Path.resolve raises a RuntimeError for a circle, before Python 3.13
-
-
 def shown_name(name: Path | str) -> str:
     """Return the name of a text for messages."""
     return "standard input" if str(name) == "-" else str(name)
@@ -145,6 +143,93 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON from a file that may be damaged.
+
+    Raises:
+        ValueError: if it is not JSON, or its nesting is too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("the nesting is too deep") from error
+
+
+def check_utf8_name(path: Path, name: str) -> None:
+    """Check that a path can be recorded in JSON, and opened by libraries that take UTF-8 only.
+
+    Args:
+        path: to check.
+        name: of the option or file, for the message.
+
+    Raises:
+        DataError: if it cannot.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        shown = str(path).encode(errors="backslashreplace").decode()
+        raise DataError(f"{name} must have a name in UTF-8, but is {shown}; rename it") from error
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without symbolic links; it need not exist.
+
+    Raises:
+        OSError: if its links lead round in a circle.
+    """
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # of Python before 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+
+
+def replace_directory(path: Path, new: Path) -> None:
+    """Move a directory to ``path``, and remove the one that was there.
+
+    If ``path`` is a symbolic link, it is replaced, and what it leads to stays.
+
+    Args:
+        path: which need not exist.
+        new: the directory to move.
+
+    Raises:
+        OSError: if it cannot be moved; ``path`` is then unchanged.
+    """
+    old = hidden(path, "old.tmp")
+    remove(old)
+    replaces = path.is_symlink() or path.is_dir()
+    try:
+        if replaces:
+            path.rename(old)
+        new.rename(path)
+    finally:
+        if replaces and not path.exists():
+            old.rename(path)
+        remove(old)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, or the symbolic link that leads to it; errors are ignored.
+
+    It is renamed first, so that a process that is killed does not leave a part of it under its name.
+    """
+    old = hidden(path, "old.tmp")
+    remove(old)
+    with suppress(OSError):
+        path.rename(old)
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def hidden(path: Path, suffix: str) -> Path:
@@ -228,7 +313,7 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
         with open(path if descriptor is None else os.dup(descriptor), mode, **options) as file:  # noqa: PTH123
             yield file
         return
-    path = real_path(path)
+    path = resolved(path)
     _remove_orphans(path)
     old = path.stat() if path.is_file() else None
     temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)

@@ -88,6 +88,9 @@ def read_record(path: Path) -> tuple[bytes, bool]:
         DamagedRecordError: if it cannot be read, or does not match its hash.
     """
     hash_file = path.with_name(path.name + HASH_SUFFIX)
+    for file in (path, hash_file):
+        if file.exists() and not file.is_file():  # reading a pipe would never end
+            raise DamagedRecordError(f"{file} is not a file")
     try:
         content = path.read_bytes()
         hashes = hash_file.read_bytes().decode("ascii", errors="replace") if hash_file.exists() else None

@@ -132,10 +132,12 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.config import load_config
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.directory import has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
+    check_utf8_name(arguments.run, "--run")
     source = arguments.init_from or arguments.grow_from
     if arguments.from_checkpoint is not None and source is None:
         raise ConfigError(

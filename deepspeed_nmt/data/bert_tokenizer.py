@@ -96,11 +96,11 @@ class BertTokenizer(Tokenizer):
         """
         try:
             special: Special = {side: {name: int(info[side][name]) for name in huggingface.SPECIAL} for side in SIDES}
-            contents: Contents = {side: (path / _file(side)).read_text(encoding="utf-8") for side in SIDES}
+            contents: Contents = {side: (path / side_file(side)).read_text(encoding="utf-8") for side in SIDES}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(_file, SIDES))}), but "
-                f"does not ({error}); give a directory that `prepare` has made"
+                f"{path} must hold the vocabularies of two BERTs ({INFO_FILE}, {', '.join(map(side_file, SIDES))}), "
+                f"but does not ({error}); give a directory that `prepare` has made"
             ) from error
         return cls(contents, special)
 
@@ -114,7 +114,7 @@ class BertTokenizer(Tokenizer):
     def files(self) -> dict[str, bytes]:
         """Serialise both tokenizers; see :meth:`Tokenizer.files`."""
         info = {"kind": "bert", "source": self._special["source"], "target": self._special["target"]}
-        texts = {_file(side): content for side, content in self._contents.items()}
+        texts = {side_file(side): content for side, content in self._contents.items()}
         texts[INFO_FILE] = json.dumps(info, indent=2) + "\n"
         return {name: text.encode() for name, text in texts.items()}
 
@@ -163,5 +163,6 @@ class BertTokenizer(Tokenizer):
         return Vocabulary.of_bert(self._sides[side].get_vocab_size(), self._special[side])
 
 
-def _file(side: Side) -> str:
+def side_file(side: Side) -> str:
+    """Return the name of the file with the vocabulary of a side."""
     return f"vocabulary.{side}.json"

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
+from deepspeed_nmt.core.vocabulary import SIDES
+from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
 from deepspeed_nmt.data.round_trip import RoundTrip
-from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import check_utf8_name, parse_json
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
 from deepspeed_nmt.registry import Config, problem_of
 
 META_FILE = "meta.json"
+VOCABULARY_FILES = (INFO_FILE, MODEL_FILE, *map(side_file, SIDES))
+"""Names of the files that a vocabulary of any kind may have."""
 FORMAT: Literal[1] = 1
 
 
@@ -72,7 +75,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """
     _check_vocabulary(path)
     try:
-        info = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))
+        info = parse_json((path / INFO_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         info = None
     if isinstance(info, dict) and info.get("kind") == "bert":
@@ -88,7 +91,7 @@ def _check_vocabulary(path: Path) -> None:
     """
     record = path / (META_FILE if (path / META_FILE).exists() else MANIFEST_FILE)
     try:
-        files = json.loads(read_record(record)[0])["files"].items() if record.exists() else ()
+        files = parse_json(read_record(record)[0])["files"].items() if record.exists() else ()
         records = {name: FileRecord(**each) for name, each in files if name.startswith("vocabulary.")}
     except (DamagedRecordError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -115,6 +118,7 @@ class DataDirectory:
             DataError: if the directory is missing, incomplete, or was changed.
         """
         meta_path = path / META_FILE
+        check_utf8_name(path.absolute(), "a data directory")
         if not meta_path.is_file():
             what = f"has no {META_FILE}" if path.is_dir() else "does not exist"
             raise DataError(f"{path} must be a directory made by `prepare`, but {what}; run `prepare --out {path}`")
@@ -185,6 +189,17 @@ class DataDirectory:
             DataError: if files are missing or were changed, all of them at once.
         """
         self._check(verify=True)
+
+    def check_same(self) -> None:
+        """Check that the directory is still the one that was opened; `prepare` replaces a directory as a whole.
+
+        Raises:
+            DataError: if `prepare` has made another one of its name.
+        """
+        if DataDirectory.open(self.path).meta != self.meta:
+            raise DataError(
+                f"{self.path} must not be replaced while a run opens it, but `prepare` has made it again; start again"
+            )
 
     def _check(self, *, verify: bool) -> None:
         problems = [

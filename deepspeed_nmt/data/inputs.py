@@ -17,7 +17,7 @@ from deepspeed_nmt.console import progress
 from deepspeed_nmt.data.clean import plain_lines
 from deepspeed_nmt.data.directory import InputRecord
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import check_plain, skip_byte_order_mark
+from deepspeed_nmt.files import check_plain, check_utf8_name, skip_byte_order_mark
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -54,6 +54,7 @@ def inspect_inputs(files: Mapping[str, tuple[Paths, Paths]]) -> dict[str, tuple[
     work = [(name, path) for name, paths in sides.items() for path in paths]
     records: dict[str, list[InputRecord]] = {name: [] for name in sides}
     for name, path in progress(work, "checking", "files", total=len(work)):
+        check_utf8_name(path, f"--{name.replace('.', '-')}")
         records[name].append(_inspect(path))
     unaligned = [
         f"{source.path} has {source.lines} lines and {target.path} has {target.lines}"

@@ -7,7 +7,6 @@ directory beside the result, renamed at the end.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from itertools import compress
@@ -37,8 +36,8 @@ from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import real_path
+from deepspeed_nmt.errors import DataError, shown
+from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
 
@@ -86,7 +85,7 @@ class PrepareOptions(Config):
         if self.tokenizer is None:
             return self
         if not self.tokenizer.startswith(PREFIX):
-            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
+            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
         given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
         given["--character-coverage"] = self.character_coverage != 1.0
         given["--normalization"] = self.normalization is not None
@@ -143,7 +142,7 @@ def prepare(options: PrepareOptions) -> Meta:
             the vocabulary, the vocabulary does not fit the options, another directory is in the way, or the disk is
             full.
     """
-    out = real_path(options.out)  # renaming onto a link would replace the link
+    out = resolved(options.out)  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
     given = _given_vocabulary(options)
@@ -320,7 +319,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
     names = {path.name for path in out.iterdir()}
     try:
-        ours = {META_FILE, META_FILE + HASH_SUFFIX, *json.loads((out / META_FILE).read_bytes())["files"]}
+        ours = {META_FILE, META_FILE + HASH_SUFFIX, *parse_json((out / META_FILE).read_bytes())["files"]}
     except FileNotFoundError:
         ours = set()
     except (OSError, ValueError, KeyError, TypeError):  # damaged, so its names decide

@@ -23,6 +23,7 @@ from deepspeed_nmt.data.normalization import Normalization, named, trainer_setti
 from deepspeed_nmt.data.sentencepiece_process import train_model
 from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, UNKNOWN_TEXT, Tokenizer
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import parse_json
 
 MODEL_FILE = "vocabulary.model"
 """The SentencePiece model."""
@@ -81,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{' and no '.join(missing)}; give a directory that `prepare` has made"
             )
         try:
-            segmented = json.loads((path / INFO_FILE).read_text(encoding="utf-8"))["segmented"]
+            segmented = parse_json((path / INFO_FILE).read_text(encoding="utf-8"))["segmented"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path / INFO_FILE} must be JSON with the key 'segmented', but is not ({error})"

@@ -7,12 +7,12 @@ precision) are "auto" or absent in it. A different value there is an error; it i
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.files import parse_json
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN_KEYS = {
@@ -68,8 +68,8 @@ def load_ds_config(name: str) -> dict[str, Any]:
     """
     path = find_ds_config(name)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} must be DeepSpeed's JSON, but cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a JSON object, but contains a {type(content).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.picture import save_picture
-from deepspeed_nmt.files import real_path
+from deepspeed_nmt.files import parse_json, resolved
 
 METRICS_FILE = "metrics.jsonl"
 TOKENS = "train/target_tokens"
@@ -75,7 +74,7 @@ class RunCurves:
 def _entry(line: bytes) -> dict[str, float]:
     """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash."""
     try:
-        content = json.loads(line.decode("utf-8"))
+        content = parse_json(line)
     except ValueError:
         return {}
     if not isinstance(content, dict):
@@ -90,7 +89,7 @@ def _is_placed(entry: Mapping[str, float]) -> bool:
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a short name for each run: as many last parts of its path as make the names differ."""
-    parts = [real_path(path).parts for path in paths]
+    parts = [resolved(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
         if len(set(names)) == len(names):

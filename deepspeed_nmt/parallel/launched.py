@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, UserError
+from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, UserError, shown
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """First of the step numbers that SLURM reserves for batch scripts and interactive shells; `srun` counts from 0."""
@@ -41,13 +42,24 @@ def place() -> Place:
     """Return the place of this process: rank 0 of 1 if no launcher started it.
 
     Raises:
-        ConfigError: if an environment variable of the launcher is not a number.
+        ConfigError: if an environment variable of the launcher is not a number, or there is no such rank.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return Place(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
+        return _place("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and _started_by_srun():
-        return Place(_number("SLURM_PROCID"), _number("SLURM_NTASKS"), _number("SLURM_LOCALID"))
+        return _place("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     return Place(0, 1, 0)
+
+
+def _place(rank: str, ranks: str, local_rank: str) -> Place:
+    """Return the place that environment variables of these names describe."""
+    found = Place(_number(rank), _number(ranks), _number(local_rank))
+    if found.rank >= found.ranks:
+        raise ConfigError(
+            f"{rank} must be below {ranks}, the number of processes, but they are {shown(found.rank)} and "
+            f"{shown(found.ranks)}; unset both, or start with `deepspeed`, `torchrun` or `srun`, which set them"
+        )
+    return found
 
 
 def _started_by_srun() -> bool:
@@ -80,7 +92,7 @@ def isolate_extension_builds() -> None:
 
     torch compiles C++ extensions in that directory. A build that is killed leaves a lock there, and every later build
     in the same directory waits for it without end. All ranks of a host use the same directory: its name contains the
-    process id of their common parent. It is removed at the end of the process, unless something was built in it.
+    process id of their common parent. The rank that makes it removes it when it ends.
 
     Raises:
         ConfigError: if the directory exists and another user owns it.
@@ -92,17 +104,12 @@ def isolate_extension_builds() -> None:
     directory = Path(tempfile.gettempdir(), name)
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
     if directory.stat().st_uid != os.getuid():
         raise ConfigError(
             f"{directory} must be owned by this user, but is not; set TORCH_EXTENSIONS_DIR to another directory"
         )
     os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
-    atexit.register(_remove_if_empty, directory)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    with suppress(OSError):
-        directory.rmdir()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.device import uses_cuda
 from deepspeed_nmt.parallel.launched import once_per_host, place
 from deepspeed_nmt.parallel.rendezvous import meet
@@ -122,10 +122,15 @@ def join_world(
         backend, timeout = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout_s)
         if ranks == 1:  # needs no port
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             store = meet(here, timeout_s, stop_requested)
+        try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+        except RuntimeError as error:
+            raise TrainingError(
+                f"ranks must be able to connect by {backend}, but rank {rank} cannot ({error}); check the network, "
+                f"and {backend.upper()}_SOCKET_IFNAME if it is set"
+            ) from error
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 

@@ -22,7 +22,7 @@ from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name, parse_json
 from deepspeed_nmt.manifest import MANIFEST_FILE, FileRecord
 from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.manifest import (
@@ -79,6 +79,7 @@ class Run:
         if not any((path / name).exists() for name in (CONFIG_FILE, MANIFEST_FILE, CHECKPOINTS)):
             what = "has no config.yaml" if path.is_dir() else "does not exist"
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
+        check_utf8_name(path, option)
         files = verify_run(path)
         return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path), files)
 
@@ -110,9 +111,16 @@ class Run:
 
     def model(self, which: str) -> TranslationModel:
         """Build the model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
-        checkpoint = self.checkpoint(which)
         model = build_model(self.config, self.tokenizer.vocabulary)
-        checkpoint.load_into(model)
+        checkpoint = self.checkpoint(which)
+        try:
+            checkpoint.load_into(model)
+        except CheckpointError:
+            if checkpoint.path.exists() or which not in ("best", "last"):
+                raise
+            # A training of the run has removed it, after it has written a newer one.
+            checkpoint = self.checkpoint(which)
+            checkpoint.load_into(model)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
         return model.eval()
 
@@ -254,7 +262,7 @@ def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:
         DataError: if it is missing, cannot be read, or lacks a key.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
         return {**content, **{key: content[key] for key in keys}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = "is not" if file.is_file() else "is missing"

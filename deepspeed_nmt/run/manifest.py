@@ -16,9 +16,9 @@ from pydantic import Field, ValidationError
 
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory
 from deepspeed_nmt.errors import DataError, UserError
-from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.files import atomic_write_bytes, parse_json
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
@@ -135,7 +135,7 @@ def _adopt(path: Path, error: Exception) -> dict[str, FileRecord]:
     """
     record = CheckpointStore(path / CHECKPOINTS).record()
     expected = record.vocabulary if record is not None else _vocabulary_of_data(path)
-    names = {CONFIG_FILE, DATA_FILE, *expected, *(file.name for file in path.glob("vocabulary.*"))}
+    names = {CONFIG_FILE, DATA_FILE, *expected, *(name for name in VOCABULARY_FILES if (path / name).is_file())}
     problems = {name: "is missing" for name in names if not (path / name).is_file()}
     problems |= {name: found for name, each in expected.items() if (found := each.problem(path / name))}
     if record is not None:
@@ -225,7 +225,7 @@ def data_record(path: str, fingerprint: str, longest_source: int = 0) -> bytes:
 def _vocabulary_of_data(path: Path) -> dict[str, FileRecord]:
     """Return the records of the vocabulary in the data directory of a run, if that is unchanged."""
     try:
-        recorded = json.loads((path / DATA_FILE).read_bytes())
+        recorded = parse_json((path / DATA_FILE).read_bytes())
         data = DataDirectory.open(Path(recorded["path"]))
         if data.fingerprint != recorded["fingerprint"]:
             return {}
@@ -238,7 +238,7 @@ def _in_data(path: Path, record: RunRecord | None, name: str, wanted: FileRecord
     """Return a file of the vocabulary in the run's data directory, if it is the one wanted."""
     directories: list[str] = []
     with suppress(OSError, ValueError, KeyError, TypeError):
-        directories.append(str(json.loads((path / DATA_FILE).read_bytes())["path"]))
+        directories.append(str(parse_json((path / DATA_FILE).read_bytes())["path"]))
     directories += [record.data] if record is not None else []
     files = [Path(directory) / name for directory in directories]
     return next((file for file in files if wanted is not None and wanted.problem(file) is None), None)

@@ -123,7 +123,10 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
-    valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
+    with fail_together(world):
+        valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
+        validator = ModelValidator(replica, objective, data, valid, config.validation, config.search, world)
+        data.check_same()  # files that are open now stay those whose hashes were verified
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -131,7 +134,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             schedule=config.schedule,
             engine=engine,
             loader=loader,
-            validator=ModelValidator(replica, objective, data, valid, config.validation, config.search, world),
+            validator=validator,
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,

@@ -17,7 +17,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.files import atomic_write_text, resolved
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import ORIGIN_FILE, Run, read_record
@@ -182,7 +182,7 @@ def _option(grow: bool) -> str:
 
 
 def _same_path(path: Path, recorded: str) -> bool:
-    return str(path) == recorded or path.resolve() == Path(recorded).resolve()
+    return str(path) == recorded or resolved(path) == resolved(Path(recorded))
 
 
 def _above(name: str, weights: dict[str, Tensor]) -> bool:

@@ -233,8 +233,12 @@ class Checkpoint:
     def _tensor(self, kind: str, name: str) -> Tensor:
         if name not in self._where[kind]:
             raise CheckpointError(f"{self.path} must hold {name}, but does not: it belongs to another model")
-        with safe_open(self._where[kind][name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        try:
+            with safe_open(self._where[kind][name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            what = f"cannot be read ({error})" if self.path.exists() else "was removed, as `train` does with old ones"
+            raise CheckpointError(f"{self.path} was opened, but {what}; start the command again") from error
         return tensor
 
 

@@ -26,13 +26,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.files import atomic_write_bytes, parse_json
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -64,14 +69,14 @@ class Metrics:
         self._active = active
         if not active:
             return
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
-
         path = run / METRICS_FILE
         if path.is_file():
             kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]
             atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run / TENSORBOARD_DIR), purge_step=update + 1 if update else None)
+        self._board_directory = run / TENSORBOARD_DIR
+        self._board: SummaryWriter | None = self._open_board(update + 1)
+        self._missing = False
         self._bar = (
             tqdm(total=max_updates, initial=update, unit=" updates", dynamic_ncols=True)
             if sys.stderr.isatty()
@@ -89,10 +94,14 @@ class Metrics:
         """
         if not self._active:
             return
-        self._file.write(json.dumps({"update": update, **values}) + "\n")
-        self._file.flush()
-        for tag, value in values.items():
-            self._board.add_scalar(tag, value, update)
+        try:
+            self._write(update, values)
+            self._missing = False
+        except OSError as error:
+            self._board = None
+            if not self._missing:
+                logger.error("metrics could not be written (%s) after update %d; training continues", error, update)
+            self._missing = True
         shown = ", ".join(f"{_SHORT[tag]} {_format(tag, value)}" for tag, value in values.items() if tag in _SHORT)
         if self._bar is not None:
             self._bar.update(update - self._bar.n)
@@ -101,6 +110,20 @@ class Metrics:
                 return
         logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown)
 
+    def _write(self, update: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"update": update, **values}) + "\n")
+        self._file.flush()
+        if self._board is None:  # the last one failed
+            self._board = self._open_board(update)
+        for tag, value in values.items():
+            self._board.add_scalar(tag, value, update)
+
+    def _open_board(self, first: int) -> SummaryWriter:
+        """Open a file of TensorBoard, in which entries from update ``first`` on replace those of older files."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+        return SummaryWriter(str(self._board_directory), purge_step=first if first > 1 else None)
+
     def __enter__(self) -> Metrics:
         return self
 
@@ -108,15 +131,17 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._active:
-            self._file.close()
-            self._board.close()
+            for stream in (self._file, self._board):
+                with suppress(OSError):  # was logged
+                    if stream is not None:
+                        stream.close()
             if self._bar is not None:
                 self._bar.close()
 
 
 def _before(line: bytes, update: int) -> bool:
     try:
-        return int(json.loads(line.decode("utf-8"))["update"]) <= update
+        return int(parse_json(line)["update"]) <= update
     except (ValueError, KeyError, TypeError):
         return False  # the last line of a run that died while writing it, or a damaged one
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, sync_directory
+from deepspeed_nmt.files import atomic_write_text, remove, remove_directory, replace_directory, sync_directory
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress
@@ -46,7 +46,17 @@ class CheckpointStore:
         self._keep_best = keep_best
 
     def names(self) -> list[str]:
-        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged."""
+        """Return the names of the run's checkpoints, oldest first; all were written in full, some may be damaged.
+
+        Raises:
+            CheckpointError: if their directory is a link to a place that is missing, such as a disk that is not
+                mounted: the run would begin again.
+        """
+        if self.directory.is_symlink() and not self.directory.exists():
+            raise CheckpointError(
+                f"{self.directory} must lead to the checkpoints of the run, but it is a link to "
+                f"{self.directory.readlink()}, which does not exist; bring that back, or remove the link"
+            )
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
         return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
 
@@ -165,9 +175,12 @@ class CheckpointStore:
             raise self._empty()
         try:
             self.read(self.names()[-1], verify=False)  # it records which one is the best
-            best = self.best()
-            if best is not None:
-                return self.read(best)
+            while (best := self.best()) is not None:
+                try:
+                    return self.read(best)
+                except CheckpointError:
+                    if (self.directory / best).exists():
+                        raise  # otherwise a training of the run has removed it, after it has written a better one
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}; use {option} last, the newest that is good, or start `train` again, which resumes from it"
@@ -228,7 +241,7 @@ class CheckpointStore:
         checkpoint.restate(progress)
         for name in self.names():
             if _update(name) > progress.update:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+                remove_directory(self.directory / name)
         self._write_pointers(checkpoint.path.name)
 
     def save_average(self, checkpoints: Sequence[Checkpoint]) -> Path:
@@ -253,8 +266,8 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.directory / f".{name}.tmp"
         # One process at a time trains here, and one averages: other such directories are of killed processes.
-        for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else temporary.name):
-            shutil.rmtree(orphan, ignore_errors=True)
+        for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else f".{name}*.tmp"):
+            remove(orphan)
         temporary.mkdir()
         try:
             weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
@@ -273,9 +286,7 @@ class CheckpointStore:
                 run=None if record is None else RUN_FILE,
                 files={file.name: FileRecord.of(file) for file in sorted(temporary.iterdir())},
             ).write(temporary)
-            final = self.directory / name
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
+            replace_directory(self.directory / name, temporary)
             sync_directory(self.directory)
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error
@@ -296,7 +307,7 @@ class CheckpointStore:
         kept = {best or "", next(filter(self._before_skips, reversed(names)), "")}
         for name in names[: -self._keep_last]:
             if name not in kept:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+                remove_directory(self.directory / name)
 
     def _before_skips(self, name: str) -> bool:
         """Return True if a checkpoint is outside a streak of skipped updates; its tensors are not read."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.manifest import write_record
+from deepspeed_nmt.run import directory as run_directory
 from deepspeed_nmt.run import manifest as run_manifest
 from deepspeed_nmt.run.manifest import replace_files, verify_run
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -153,6 +158,7 @@ def age(run: Path) -> None:
 def test_a_run_of_an_older_version_is_adopted_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = translate(run)
     age(run)
+    (run / "vocabulary.of a user").mkdir()
     assert translate(run) == expected
     error = capsys.readouterr().err
     assert error.count("because an older version wrote it") == 2, "the run, and its best checkpoint"
@@ -234,3 +240,47 @@ def test_a_run_that_cannot_be_written_to_is_not_restored(run: Path, monkeypatch:
     monkeypatch.setattr(run_manifest, "write_record", refuse)
     with pytest.raises(DataError, match=r"must be writable, because vocabulary.model must be restored, but is not"):
         verify_run(run)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_loaded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded = Checkpoint.load_into, []
+
+    def removed(self: Checkpoint, model: nn.Module) -> None:
+        if not loaded:  # a training of the run removes it
+            shutil.rmtree(self.path)
+        loaded.append(self.progress.update)
+        load(self, model)
+
+    monkeypatch.setattr(Checkpoint, "load_into", removed)
+    assert translate(run, "--checkpoint", "last")[0] == 0 and loaded == [4, 2]
+
+
+def test_data_prepared_again_while_a_run_starts(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = run.parent / "data"
+    begin = run_directory.begin
+
+    def replaced(*arguments: Any) -> None:
+        begin(*arguments)
+        meta = json.loads((data / "meta.json").read_bytes())
+        write_record(data / "meta.json", json.dumps({**meta, "version": "another"}).encode())
+
+    monkeypatch.setattr(run_directory, "begin", replaced)
+    assert train(run, *SETTINGS, "training.max_updates=6") == 2
+    assert f"{data} must not be replaced while a run opens it" in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf8_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = run.parent / os.fsdecode(b"run\xff")
+    run.rename(name)
+    assert train(name, *SETTINGS) == 2
+    assert main(["average", "--run", str(name), "--last", "1"]) == 2
+    data = run.parent / os.fsdecode(b"data\xff")
+    (run.parent / "data").rename(data)
+    assert main(["train", "--data", str(data), "--run", str(run), *SETTINGS]) == 2
+    words = ["prepare", "--out", str(run.parent / "more")]
+    for split in ("train", "valid"):
+        words += [f"--{split}-source", str(data / "valid.source"), f"--{split}-target", str(data / "valid.target")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("in UTF-8, but is") == 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +127,7 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
 def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
     for name in (".update-0000003.tmp", ".average.tmp"):  # of an update that this run does not save, and another's
         (store.directory / name).mkdir(parents=True)
+    (store.directory / ".update-0000004.tmp").touch()
     save(store, 4)
     assert sorted(each.name for each in store.directory.glob(".*")) == [".average.tmp"]
     store.save_average([store.read("update-0000004")])
@@ -354,3 +357,58 @@ def test_the_best_checkpoint_is_the_one_before_if_the_best_could_not_be_written(
     for update in range(3, 8):  # update 2 was better
         save(store, update, best=2)
     assert store.open("best").progress.update == 1
+
+
+def test_checkpoints_that_are_links_are_rotated_and_replaced(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 1)
+    (store.directory / "update-0000001").rename(tmp_path / "elsewhere")
+    for name in ("update-0000001", "update-0000002"):
+        (store.directory / name).symlink_to(tmp_path / "elsewhere")
+    (store.directory / "update-0000003").symlink_to(tmp_path / "nowhere")
+    for update in range(2, 5):
+        save(store, update)
+    assert store.names() == ["update-0000002", "update-0000003", "update-0000004"]
+    assert not any((store.directory / name).is_symlink() for name in store.names())
+    assert (tmp_path / "elsewhere" / "manifest.json").exists(), "what a link leads to stays"
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_not_begun_again(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    store.directory.symlink_to(tmp_path / "disk")
+    with pytest.raises(CheckpointError, match=r"is a link to .*/disk, which does not exist; bring that back"):
+        store.newest()
+
+
+def test_a_best_checkpoint_that_is_removed_while_it_is_opened(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for update in (1, 2):
+        save(store, update, best=update)
+    read = CheckpointStore.read
+
+    def removed(self: CheckpointStore, name: str, verify: bool = True) -> Checkpoint:
+        if verify and name == "update-0000002":  # a training has written update 3, and removes update 2
+            save(store, 3, best=3)
+            shutil.rmtree(store.directory / name)
+        return read(self, name, verify)
+
+    monkeypatch.setattr(CheckpointStore, "read", removed)
+    assert store.open("best").progress.update == 3
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(store: CheckpointStore) -> None:
+    save(store, 1)
+    checkpoint = newest(store)
+    shutil.rmtree(checkpoint.path)
+    with pytest.raises(CheckpointError, match="update-0000001 was opened, but was removed, as `train` does with old"):
+        checkpoint.weights()
+
+
+def test_a_pipe_in_place_of_a_manifest_does_not_block(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2)
+    file = store.directory / "update-0000002" / "manifest.json"
+    file.unlink()
+    os.mkfifo(file)
+    assert newest(store).progress.update == 1

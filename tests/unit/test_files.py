@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import io
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,7 +19,16 @@ import pytest
 
 from deepspeed_nmt import files
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.files import atomic_text_writer, atomic_write_text, hidden, open_text, text_lines
+from deepspeed_nmt.files import (
+    atomic_text_writer,
+    atomic_write_text,
+    hidden,
+    open_text,
+    parse_json,
+    remove_directory,
+    replace_directory,
+    text_lines,
+)
 from deepspeed_nmt.locks import exclusive
 from tests.support import ROOT
 
@@ -255,3 +265,59 @@ def test_the_hidden_files_of_a_path_are_its_own(tmp_path: Path) -> None:
     for name in (".a.b.00000000.tmp", ".aXb.00000000.tmp", ".a.b.c.00000000.tmp", "a.b.00000000.tmp"):
         (tmp_path / name).touch()
     assert [each.name for each in files.hidden_beside(path, r"[0-9a-f]{8}\.tmp")] == [".a.b.00000000.tmp"]
+
+
+@both
+def test_links_in_a_circle_are_an_error_of_the_system(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        write(tmp_path / "a", "x")
+
+
+def test_a_directory_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, new = tmp_path / "path", tmp_path / "new"
+
+    def made(content: str) -> Path:
+        new.mkdir()
+        (new / "file").write_text(content)
+        return new
+
+    replace_directory(path, made("1"))
+    replace_directory(path, made("2"))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda old, to: _refuse() if old == new else rename(old, to))
+    with pytest.raises(OSError, match="refused"):
+        replace_directory(path, made("3"))
+    monkeypatch.setattr(Path, "rename", rename)
+    assert (path / "file").read_text() == "2" and {each.name for each in tmp_path.iterdir()} == {"path", "new"}
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    replace_directory(path, new)
+    assert (path / "file").read_text() == "3" and (tmp_path / "elsewhere" / "file").read_text() == "2"
+
+
+def _refuse() -> Path:
+    raise OSError("refused")
+
+
+def test_a_removed_directory_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "path"
+    path.mkdir()
+    (path / "file").touch()
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+        remove_directory(path)
+    assert not path.exists() and [each.name for each in tmp_path.iterdir()] == [".path.old.tmp"]
+    path.mkdir()
+    remove_directory(path)
+    (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    remove_directory(path)
+    remove_directory(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_deep_nesting_is_no_json() -> None:
+    with pytest.raises(ValueError, match="the nesting is too deep"):
+        parse_json("[" * 200_000)

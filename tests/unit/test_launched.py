@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,13 +82,24 @@ def test_extensions_are_built_in_a_new_directory(monkeypatch: pytest.MonkeyPatch
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
 
 
-@pytest.mark.parametrize("built", [False, True])
-def test_the_directory_for_builds_is_removed_unless_it_is_used(built: bool, tmp_path: Path) -> None:
-    use = "; Path(os.environ['TORCH_EXTENSIONS_DIR'], 'built').touch()" if built else ""
-    program = (
-        "import os; from pathlib import Path; from deepspeed_nmt.parallel.launched import isolate_extension_builds"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}
-    words = [sys.executable, "-c", f"{program}; launched.isolate_extension_builds(){use}"]
-    subprocess.run(words, env={**environment, "TMPDIR": str(tmp_path)}, check=True)
-    assert bool(list(tmp_path.iterdir())) == built
+@pytest.mark.parametrize(("rank", "ranks"), [("0", "0"), ("2", "2"), ("9" * 30, "1")])
+def test_a_rank_that_cannot_be_is_refused(
+    rank: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert main(["selftest"]) == 2
+    assert "error: RANK must be below WORLD_SIZE, the number of processes, but they are" in capsys.readouterr().err
+
+
+def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    at_exit: list[partial[object]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call, **options: at_exit.append(partial(*call, **options)))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    for _ in range(2):  # only the first one makes it
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        isolate_extension_builds()
+    Path(os.environ["TORCH_EXTENSIONS_DIR"], "lock").touch()
+    (remove,) = at_exit
+    remove()
+    assert not list(tmp_path.iterdir())

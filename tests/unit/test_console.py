@@ -1,0 +1,75 @@
+"""Standard streams that are closed, full, or not UTF-8, and log files that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.console import log_to, logger, setup_logging
+from tests.support import ROOT
+
+CLOSED = """
+import os, sys
+from deepspeed_nmt.console import logger, set_up_streams, setup_logging
+set_up_streams()
+setup_logging()
+with open(sys.argv[1], "w") as file:
+    logger.info("for nobody")
+    os.write(2, b"as a library does")
+    try:
+        print("lost", flush=True)
+    except OSError as error:
+        file.write(f"{file.fileno()} {sys.stdin.read()!r} {error.strerror}")
+os._exit(0)
+"""
+FULL = "import sys; from deepspeed_nmt.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def shell(line: str, *words: str | Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of shell, in which $0 is Python and "$@" are words."""
+    return subprocess.run(
+        ["bash", "-c", line, sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_closed_streams_are_not_taken_for_files(tmp_path: Path) -> None:
+    done = shell('"$0" -c "$@" <&- >&- 2>&-', CLOSED, tmp_path / "file")
+    assert done.returncode == 0 and done.stdout + done.stderr == b""
+    assert (tmp_path / "file").read_text() == "3 '' Bad file descriptor"
+
+
+def test_stdout_that_is_full_is_reported_once(tmp_path: Path) -> None:
+    counts = ["--train", "20", "--valid", "5", "--test", "5"]
+    done = shell('"$0" -c "$@" > /dev/full', FULL, "sample-data", "--out", tmp_path / "text", *counts)
+    assert done.returncode == 1
+    assert done.stderr.count(b"No space left on device") == 1 and b"Exception" not in done.stderr
+
+
+def test_stdout_is_utf8_in_any_locale() -> None:
+    code = "from deepspeed_nmt.console import set_up_streams; set_up_streams(); print('über', '\\udcff')"
+    done = shell('"$0" -c "$@"', code, PYTHONIOENCODING="ascii")
+    assert done.stdout == "über ".encode() + b"\xff\n" and done.stderr == b""
+
+
+def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
+    line = 'mkdir "$2/gone" && cd "$2/gone" && rmdir "$2/gone" && "$0" -c "$1" sample-data --out text'
+    done = shell(line, FULL, tmp_path)
+    assert done.returncode == 2 and b"the working directory must exist, but was removed" in done.stderr
+
+
+def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    log_to(Path("/dev/full"))
+    logger.info("one")
+    logger.info("two")
+    error = capsys.readouterr().err
+    assert error.count("/dev/full could not be written (No space left on device)") == 1
+    assert "one\n" in error and "two\n" in error and "Traceback" not in error
