@@ -25,8 +25,9 @@ def explore_for(seconds: float, check: Check, examples: SearchStrategy[Any]) -> 
 
     def counted(example: Any) -> None:
         nonlocal done
-        done += 1
-        check(example)
+        if time.monotonic() < end:  # a round of hypothesis cannot be stopped
+            done += 1
+            check(example)
 
     while time.monotonic() < end:
         chosen = hypothesis.seed(random.SystemRandom().getrandbits(64))(given(examples)(counted))
