@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.console import log_to, setup_logging
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.curves import METRICS_FILE, RunCurves
 from deepspeed_nmt.evaluate.picture import check_picture
@@ -51,6 +52,20 @@ def test_a_run_continues_a_damaged_log(damaged: Path) -> None:
         metrics.log(3, {"valid/bleu": 5.0})
     lines = (damaged / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
+
+
+def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging()
+    log_to(tmp_path / "log")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Metrics(tmp_path, True, 0, 9) as metrics:
+        metrics.log(1, {"train/loss": 5.0})
+        metrics.log(2, {"valid/loss": 4.0})
+    console, log = capsys.readouterr().err, (tmp_path / "log").read_text()
+    assert "update 1/9: loss 5.000" in log and "update 2/9: valid loss 4.000" in log
+    assert "update 1/9" not in console and "update 2/9" in console
 
 
 @pytest.mark.parametrize("name", ["out.png", "out.SVG", "a.b.pdf"])
