@@ -136,12 +136,14 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
                 f"{counted.tokens / max(1, stats.pairs):>12.1f}{counted.longest:>10,}"
                 f"{counted.unknown / max(1, counted.tokens):>12.4%}{_changed(meta, f'{split}.{side}'):>10}"
             )
+    if "test.source" in meta.inputs:
+        lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
     lines += _examples(meta)
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"
-    elif "normalization" in meta.options:
-        kind += f", normalization {meta.options['normalization']}"
+    elif not meta.segmented:
+        kind += f", normalization {meta.options.get('normalization', 'nfkc')}"
     size = f"{meta.vocabulary_size:,} tokens ({kind})"
     if "vocabulary.source.json" in meta.files:
         size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"

@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
     file = run / "checkpoints" / "update-0000008" / "weights-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert train(data, run, *small) == 0
-    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    assert "using update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
     assert_same(run, whole)
 
 
