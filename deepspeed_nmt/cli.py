@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, options_as_typed
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_working_directory()
         setup_logging(place().rank)
-        with interruptible():
+        with interruptible(), options_as_typed():
             status: int = module.run(arguments)
         return status
     except ReportedError as reported:

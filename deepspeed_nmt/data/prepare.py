@@ -7,6 +7,7 @@ directory beside the result, renamed at the end.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import compress
@@ -156,7 +157,7 @@ def prepare(options: PrepareOptions) -> Meta:
                 return _fill(staging, options, given, recorded, inputs)
     except OSError as error:
         raise DataError(
-            f"--out must be writable, but {out} could not be written ({error}), and nothing is left of it; free disk "
+            f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
             "space, or choose another --out"
         ) from error
 
@@ -317,6 +318,10 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
+    if os.path.ismount(out):
+        raise DataError(
+            f"--out must be a directory that can be replaced, but {out} is a mount point; give a directory inside it"
+        )
     names = {path.name for path in out.iterdir()}
     try:
         ours = {META_FILE, META_FILE + HASH_SUFFIX, *parse_json((out / META_FILE).read_bytes())["files"]}
