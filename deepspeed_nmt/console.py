@@ -28,10 +28,14 @@ _HINTS = {
     errno.ENOSPC: "; free some space and start again",
     errno.EDQUOT: "; free some space and start again",
     errno.ENAMETOOLONG: "; give a shorter one",
+    errno.EROFS: "; make it writable, or work with a copy of it",
+    errno.EACCES: "; change its permissions, or work with a copy of it",
 }
 """Hints for errors of the system."""
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress if stderr is not a terminal."""
+ON_BAR = "on_bar"
+"""Attribute of a log record whose values a progress bar shows: only log files receive it."""
 
 
 class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -39,6 +43,8 @@ class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, ON_BAR, False):
+            return
         try:
             tqdm.write(self.format(record), file=sys.stderr)
         except Exception:  # a closed stderr must not end the program
@@ -61,12 +67,12 @@ def set_up_streams() -> None:
     """Open the standard streams that the caller has closed (``<&-``, ``>&-``, ``2>&-``), and write UTF-8 to stdout.
 
     Python has no objects for closed ones, and the next files to be opened would take their descriptors: what a
-    library writes to stderr would end up in a checkpoint. Reading from a closed stdin then yields nothing, writing to
-    a closed stdout fails, and what is written to a closed stderr is discarded.
+    library writes to stderr would end up in a checkpoint. Reading from a closed stdin and writing to a closed stdout
+    then fail; what is written to a closed stderr is discarded.
 
     Text is UTF-8 in any locale, on stdout as in files; names of files that are not UTF-8 are written as they are.
     """
-    accesses = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    accesses = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for descriptor, (name, access) in enumerate(accesses.items()):
         if getattr(sys, name) is None and _is_closed(descriptor):
             os.open(os.devnull, access)  # takes the lowest free descriptor, which is this one

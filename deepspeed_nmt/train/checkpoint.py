@@ -38,7 +38,7 @@ from deepspeed_nmt.manifest import (
     read_record,
     write_record,
 )
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -237,8 +237,12 @@ class Checkpoint:
             with safe_open(self._where[kind][name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            what = f"cannot be read ({error})" if self.path.exists() else "was removed, as `train` does with old ones"
-            raise CheckpointError(f"{self.path} was opened, but {what}; start the command again") from error
+            if not self.path.exists():
+                raise CheckpointError(
+                    f"{self.path} must stay while it is read, but was removed, as `train` does with old ones; start "
+                    "again"
+                ) from error
+            raise CheckpointError(f"{self.path} must be readable, but is not ({error}); start again") from error
         return tensor
 
 
@@ -253,5 +257,5 @@ def _reason(error: Exception) -> str:
     """Return a clause about an error."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'its JSON'} is not ({first['msg']})"
+        return f"its content is wrong: {problem_of(first, '.'.join(map(str, first['loc']))).strip()}"
     return str(error) if isinstance(error, DamagedRecordError) else f"it cannot be read ({error})"

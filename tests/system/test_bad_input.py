@@ -218,7 +218,7 @@ def test_missing_manifests_do_not_start_a_new_run(
     second = run / "checkpoints" / "update-0000008" / "manifest.json"
     second.write_text("{}")
     assert main(train_words(data, run, *small, "training.max_updates=9")) == 0
-    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    assert "using update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.unlink()
     assert "all checkpoints in" in refused(train_words(data, run, *small), capsys)

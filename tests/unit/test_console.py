@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.console import log_to, logger, setup_logging
+from deepspeed_nmt.console import log_to, logger, report, setup_logging
 from tests.support import ROOT
 
 CLOSED = """
@@ -20,10 +21,12 @@ setup_logging()
 with open(sys.argv[1], "w") as file:
     logger.info("for nobody")
     os.write(2, b"as a library does")
-    try:
-        print("lost", flush=True)
-    except OSError as error:
-        file.write(f"{file.fileno()} {sys.stdin.read()!r} {error.strerror}")
+    file.write(f"{file.fileno()}\\n")
+    for use in (sys.stdin.read, lambda: print("lost", flush=True)):
+        try:
+            use()
+        except OSError as error:
+            file.write(f"{error.strerror}\\n")
 os._exit(0)
 """
 FULL = "import sys; from deepspeed_nmt.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -43,7 +46,7 @@ def shell(line: str, *words: str | Path, **environment: str) -> subprocess.Compl
 def test_closed_streams_are_not_taken_for_files(tmp_path: Path) -> None:
     done = shell('"$0" -c "$@" <&- >&- 2>&-', CLOSED, tmp_path / "file")
     assert done.returncode == 0 and done.stdout + done.stderr == b""
-    assert (tmp_path / "file").read_text() == "3 '' Bad file descriptor"
+    assert (tmp_path / "file").read_text() == "3\n" + 2 * "Bad file descriptor\n"
 
 
 def test_stdout_that_is_full_is_reported_once(tmp_path: Path) -> None:
@@ -73,3 +76,10 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.count("/dev/full could not be written (No space left on device)") == 1
     assert "one\n" in error and "two\n" in error and "Traceback" not in error
+
+
+def test_a_read_only_file_system_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    assert report(OSError(errno.EROFS, "Read-only file system", "RO/.lock")) == 1
+    said = capsys.readouterr().err
+    assert "Read-only file system ('RO/.lock'); make it writable, or work with a copy of it" in said
