@@ -42,15 +42,16 @@ use_venv() { if [ -x "$VENV/bin/python" ]; then export PATH="$VENV/bin:$PATH"; f
 # Print a TCP port that is free now.
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
+SIGNALS="INT TERM HUP USR1" # request a stop
 ONE_REQUEST_S=2 # signals within this time are one request: the shell and the kernel both report a lost terminal
 
 # attend HANDLER COMMAND...: run COMMAND in the background, in its own process group $group, which the terminal's Ctrl-C
-# does not reach, and return its status. Meanwhile INT, TERM and HUP call HANDLER with the name of the signal. Bash would
-# defer that to the end of a command in the foreground.
+# does not reach, and return its status. Meanwhile each of $SIGNALS calls HANDLER with its name. Bash would defer that to
+# the end of a command in the foreground.
 attend() {
     local handler="$1" group="" interrupted="" status name
     shift
-    for name in INT TERM HUP; do
+    for name in $SIGNALS; do
         # shellcheck disable=SC2064 # the name is that of now
         trap "interrupted=$name; $handler $name" "$name"
     done
@@ -65,12 +66,13 @@ attend() {
         wait "$group" || status=$?
         [ -n "$interrupted" ] || break
     done
-    trap - INT TERM HUP PIPE
+    # shellcheck disable=SC2086 # several names
+    trap - $SIGNALS PIPE
     return "$status"
 }
 
-# run_ranks COMMAND...: run DeepSpeed's launcher and return its status; make_scratch comes before it. The first Ctrl-C
-# or SIGTERM asks the ranks to save and stop, because the launcher would kill them. A later one kills them.
+# run_ranks COMMAND...: run DeepSpeed's launcher and return its status; make_scratch comes before it. The first signal
+# asks the ranks to save and stop, because the launcher would kill them. A later one kills them.
 run_ranks() {
     local asked="" status=0
     attend stop_ranks "$@" || status=$?

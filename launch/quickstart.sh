@@ -157,7 +157,7 @@ status_of() { echo $((128 + $(kill -l "$1"))); }
 
 exit_on_signals() {
     local name
-    for name in INT TERM HUP; do
+    for name in $SIGNALS; do
         # shellcheck disable=SC2064 # the status is that of now
         trap "exit $(status_of "$name")" "$name"
     done
@@ -169,7 +169,7 @@ on_exit() {
     trap '' PIPE # the program that reads our output may be gone
     case "$status" in
     0) ;;
-    70 | 75 | 129 | 130 | 143)
+    70 | 75 | 129 | 130 | 138 | 143)
         say "stopped with status $status; start the same command again${fresh:+ without --fresh} to resume"
         ;;
     *) say "failed with status $status; see the error above" ;;

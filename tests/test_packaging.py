@@ -340,7 +340,7 @@ sleep 30
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("step", ["training", "preparing"])
 def test_quickstart_forwards_a_signal(
     number: signal.Signals, step: str, stubs: dict[str, str], tmp_path: Path
