@@ -51,6 +51,15 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _check_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with a message if a word is empty, or an option has no value."""
+    for word in words:
+        if word == "" or (word.startswith("--") and word.endswith("=")):  # as a path it would be this directory
+            parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
+        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            parser.error(f"argument {word[:-3]}: expected one argument")
+
+
 def _check_working_directory() -> None:
     """Refuse to start in a directory that has been removed, where libraries fail for reasons that they do not name.
 
@@ -73,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
+    _check_words(words, parser)
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

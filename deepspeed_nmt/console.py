@@ -67,12 +67,12 @@ def set_up_streams() -> None:
     """Open the standard streams that the caller has closed (``<&-``, ``>&-``, ``2>&-``), and write UTF-8 to stdout.
 
     Python has no objects for closed ones, and the next files to be opened would take their descriptors: what a
-    library writes to stderr would end up in a checkpoint. Reading from a closed stdin then yields nothing, writing to
-    a closed stdout fails, and what is written to a closed stderr is discarded.
+    library writes to stderr would end up in a checkpoint. Reading from a closed stdin and writing to a closed stdout
+    then fail; what is written to a closed stderr is discarded.
 
     Text is UTF-8 in any locale, on stdout as in files; names of files that are not UTF-8 are written as they are.
     """
-    accesses = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    accesses = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for descriptor, (name, access) in enumerate(accesses.items()):
         if getattr(sys, name) is None and _is_closed(descriptor):
             os.open(os.devnull, access)  # takes the lowest free descriptor, which is this one

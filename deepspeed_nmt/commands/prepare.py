@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.data.prepare import PrepareOptions, prepare
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.registry import problem_of
+    from deepspeed_nmt.run.vocabulary import verify_vocabulary
 
     given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -103,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         options = PrepareOptions.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(problem_of(problem, _option(problem["loc"])) for problem in error.errors()) from error
+    if options.vocab_from is not None:
+        verify_vocabulary(options.vocab_from)
     output(report(prepare(options), options.cleaning, options.out))
     return 0
 

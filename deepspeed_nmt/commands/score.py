@@ -94,7 +94,9 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
         from deepspeed_nmt.data.directory import open_tokenizer
+        from deepspeed_nmt.run.vocabulary import verify_vocabulary
 
+        verify_vocabulary(arguments.like)
         tokenizer = open_tokenizer(arguments.like)
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
     return ScoreInputs(

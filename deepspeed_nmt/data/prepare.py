@@ -37,7 +37,7 @@ from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
@@ -86,7 +86,7 @@ class PrepareOptions(Config):
         if self.tokenizer is None:
             return self
         if not self.tokenizer.startswith(PREFIX):
-            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
+            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
         given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
         given["--character-coverage"] = self.character_coverage != 1.0
         given["--normalization"] = self.normalization is not None

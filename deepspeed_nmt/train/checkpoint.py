@@ -237,8 +237,12 @@ class Checkpoint:
             with safe_open(self._where[kind][name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            what = f"cannot be read ({error})" if self.path.exists() else "was removed, as `train` does with old ones"
-            raise CheckpointError(f"{self.path} was opened, but {what}; start the command again") from error
+            if not self.path.exists():
+                raise CheckpointError(
+                    f"{self.path} must stay while it is read, but was removed, as `train` does with old ones; start "
+                    "again"
+                ) from error
+            raise CheckpointError(f"{self.path} must be readable, but is not ({error}); start again") from error
         return tensor
 
 

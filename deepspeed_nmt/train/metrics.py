@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -58,6 +58,8 @@ _SHORT = {
 class Metrics:
     """Writer of a run's metrics; inactive on ranks other than 0.
 
+    Metrics that cannot be written, for example on a full disk, are reported once; training continues.
+
     Args:
         run: the run directory.
         active: True on rank 0.
@@ -74,9 +76,10 @@ class Metrics:
             kept = [line for line in path.read_bytes().split(b"\n") if _before(line, update)]
             atomic_write_bytes(path, b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
-        self._board_directory = run / TENSORBOARD_DIR
-        self._board: SummaryWriter | None = self._open_board(update + 1)
-        self._missing = False
+        self._run = run
+        self._board: SummaryWriter | None = None
+        self._first = update + 1
+        self._reported = False
         self._bar = (
             tqdm(total=max_updates, initial=update, unit=" updates", dynamic_ncols=True)
             if sys.stderr.isatty()
@@ -96,12 +99,10 @@ class Metrics:
             return
         try:
             self._write(update, values)
-            self._missing = False
+            self._reported = False
         except OSError as error:
             self._board = None
-            if not self._missing:
-                logger.error("metrics could not be written (%s) after update %d; training continues", error, update)
-            self._missing = True
+            self._report(error)
         shown = ", ".join(f"{_SHORT[tag]} {_format(tag, value)}" for tag, value in values.items() if tag in _SHORT)
         if self._bar is not None:
             self._bar.update(update - self._bar.n)
@@ -112,28 +113,44 @@ class Metrics:
     def _write(self, update: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"update": update, **values}) + "\n")
         self._file.flush()
-        if self._board is None:  # the last one failed
-            self._board = self._open_board(update)
+        if self._board is None:  # the first entry, or the last one failed
+            self._board = self._open_board()
         for tag, value in values.items():
             self._board.add_scalar(tag, value, update)
 
-    def _open_board(self, first: int) -> SummaryWriter:
-        """Open a file of TensorBoard, in which entries from update ``first`` on replace those of older files."""
+    def _open_board(self) -> SummaryWriter:
+        """Open a file of TensorBoard, whose entries replace those of a run that died."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-        return SummaryWriter(str(self._board_directory), purge_step=first if first > 1 else None)
+        first, self._first = self._first, 1  # once
+        return SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
+
+    def _report(self, error: OSError) -> None:
+        """Log an error, unless the metrics before could not be written, either."""
+        if not self._reported:
+            logger.error("metrics could not be written to %s (%s); training continues", self._run, error)
+        self._reported = True
 
     def __enter__(self) -> Metrics:
+        self._hook, threading.excepthook = threading.excepthook, self._on_error_of_a_thread
         return self
+
+    def _on_error_of_a_thread(self, error: threading.ExceptHookArgs) -> None:
+        """Print nothing about TensorBoard's thread: its errors are raised again by the next entry."""
+        if not (type(error.thread).__module__.startswith("tensorboard.") and issubclass(error.exc_type, OSError)):
+            self._hook(error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        threading.excepthook = self._hook
         if self._active:
             for stream in (self._file, self._board):
-                with suppress(OSError):  # was logged
+                try:
                     if stream is not None:
                         stream.close()
+                except OSError as failed:
+                    self._report(failed)
             if self._bar is not None:
                 self._bar.close()
 

@@ -401,7 +401,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(store: Checkpoin
     save(store, 1)
     checkpoint = newest(store)
     shutil.rmtree(checkpoint.path)
-    with pytest.raises(CheckpointError, match="update-0000001 was opened, but was removed, as `train` does with old"):
+    with pytest.raises(CheckpointError, match="must stay while it is read, but was removed"):
         checkpoint.weights()
 
 

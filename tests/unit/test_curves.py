@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,42 @@ def test_a_run_continues_a_damaged_log(damaged: Path) -> None:
         metrics.log(3, {"valid/bleu": 5.0})
     lines = (damaged / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
+
+
+def test_training_continues_without_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    setup_logging()
+    with Metrics(tmp_path, True, 0, 9) as metrics:
+        metrics.log(1, {"valid/bleu": 1.0})
+        board = metrics._board
+        assert board is not None
+        board.flush()
+        with monkeypatch.context() as disk:
+            disk.setattr(RecordWriter, "write", full)
+            for update in (2, 3, 4):
+                metrics.log(update, {"valid/bleu": 2.0})
+                if metrics._board is not None:
+                    with suppress(OSError):
+                        metrics._board.flush()
+        metrics.log(5, {"valid/bleu": 5.0})
+    error = capsys.readouterr().err
+    assert error.count("metrics could not be written") == 1 and "Traceback" not in error
+    lines = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_at_the_end_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    setup_logging()
+    with Metrics(tmp_path, True, 0, 9) as metrics:
+        metrics.log(1, {"valid/bleu": 1.0})
+    assert capsys.readouterr().err.count("metrics could not be written") == 1
 
 
 def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
