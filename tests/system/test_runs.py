@@ -307,7 +307,7 @@ def test_translate_tells_what_is_wrong_with_its_input(
     assert cut[0] == whole_lines[0] and len(cut) == 3
     assert "line 2 has " in said and "2 of 3 lines were cut to 20 tokens: lines 2, 3" in said
     kept, said = translated("\n".join(lines), "--max-source-tokens", "20", "--strict", status=2)
-    assert kept == ["before"] and "20 tokens at most (max_source_tokens), but line 2 has " in said
+    assert kept == ["before"] and "20 tokens at most (--max-source-tokens), but line 2 has " in said
     assert "sentences in" not in said, "nothing was translated"
     assert translated("\n".join(lines), "--strict")[0] == whole_lines
     assert "--max-source-tokens must be at least 1, but is 0" in translated("a", "--max-source-tokens=0", status=2)[1]
