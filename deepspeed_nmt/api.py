@@ -22,7 +22,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit_name
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.parallel.device import uses_cuda
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.directory import Run
@@ -65,7 +65,7 @@ class Translator:
         cls,
         run: Paths,
         *,
-        checkpoint: str = "best",
+        checkpoint: str | Path = "best",
         device: str = "auto",
         exit: str | None = None,
         encoder_layers: int | None = None,
@@ -89,13 +89,16 @@ class Translator:
                 for ``device="cuda"``.
             CheckpointError: if the checkpoint does not exist or is damaged.
         """
-        where = torch.device("cuda" if uses_cuda(device, "--device") else "cpu")
-        paths = [run] if isinstance(run, (str, Path)) else list(run)
-        runs = [Run.open(Path(path)) for path in paths]
+        where = torch.device("cuda" if uses_cuda(device, option("device")) else "cpu")
+        _check_type("checkpoint", checkpoint, (str, Path), "best, last, average, or a path")
+        _check_type("exit", exit, (str, type(None)), "the name of an exit")
+        for name, layers in (("encoder_layers", encoder_layers), ("decoder_layers", decoder_layers)):
+            _check_type(name, layers, (int, type(None)), "a whole number")
+        runs = [Run.open(path, option("run")) for path in _paths(run)]
         _check_ensemble(runs)
         exits = (exit, encoder_layers, decoder_layers)
         settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
-        models = [_model(each, checkpoint, exit, encoder_layers, decoder_layers) for each in runs]
+        models = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
         model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
         longest = min(each.max_source_tokens for each in runs)
         return cls(model, runs[0].tokenizer, settings, where, longest)
@@ -117,7 +120,7 @@ class Translator:
             strict: see :meth:`stream`.
 
         Raises:
-            ConfigError: if a number is out of range.
+            ConfigError: if a number is out of range, or ``sentences`` is something else.
             DataError: if a sentence is too long, and ``strict`` is True.
         """
         found = self.stream(sentences, max_tokens=max_tokens, max_source_tokens=max_source_tokens, strict=strict)
@@ -131,11 +134,12 @@ class Translator:
             max_source_tokens: see :meth:`stream`.
 
         Raises:
+            ConfigError: if ``sentences`` is something else.
             DataError: if a sentence is too long.
         """
         longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
         reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
-        for sentence in sentences:
+        for sentence in _checked(sentences):
             reader.encode(sentence)
 
     def stream(
@@ -162,13 +166,13 @@ class Translator:
             strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
 
         Raises:
-            ConfigError: if a number is out of range.
+            ConfigError: if a number is out of range, or ``sentences`` is something else.
             DataError: if a sentence is too long, and ``strict`` is True.
         """
         return translate_lines(
             self.model,
             self.tokenizer,
-            sentences,
+            _checked(sentences),
             self.search,
             max_tokens=max_tokens,
             buffer_lines=buffer_lines,
@@ -178,6 +182,47 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
         )
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
+    """Check the type of an argument.
+
+    Raises:
+        ConfigError: if the value is of none of the types.
+    """
+    if not isinstance(value, types):
+        raise ConfigError(f"{option(name)} must be {requirement}, but is {shown(value)}")
+
+
+def _paths(run: Paths) -> list[Path]:
+    """Return the run directories that the user gave.
+
+    Raises:
+        ConfigError: if one is no path.
+    """
+    several = [run] if isinstance(run, (str, Path)) or not isinstance(run, Iterable) else list(run)
+    for each in several:
+        _check_type("run", each, (str, Path), "a run directory or several")
+    return [Path(each) for each in several]
+
+
+def _checked(sentences: Iterable[str]) -> Iterator[str]:
+    """Return an iterator over sentences that refuses everything else; it reads on demand.
+
+    Raises:
+        ConfigError: if they are one string, or no iterable. The iterator raises it for what is no string.
+    """
+    if isinstance(sentences, (str, bytes)):
+        raise ConfigError(
+            "`sentences` must be a list of sentences, but is one string; put it into a list: [sentence]"
+        )
+    _check_type("sentences", sentences, (Iterable,), "a list of sentences")
+    return map(_text, sentences)
+
+
+def _text(sentence: str) -> str:
+    _check_type("sentences", sentence, (str,), "a list of strings")
+    return sentence
 
 
 def _check_ensemble(runs: Sequence[Run]) -> None:
@@ -219,13 +264,13 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
     kind = SEARCHES[settings["name"]].config
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
         raise ConfigError(
-            f"{_option(unknown[0])} is no option of search.name={settings['name']}, the search of this run"
+            f"{option(unknown[0])} is no option of search.name={settings['name']}, the search of this run"
         )
     try:
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
         raise ConfigError(
-            [problem_of(problem, _option(str(problem["loc"][0]))) for problem in error.errors()]
+            [problem_of(problem, option(str(problem["loc"][0]))) for problem in error.errors()]
         ) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
@@ -234,11 +279,6 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
             f"but {run.path} has model.name={run.config.model.name}"
         )
     return search
-
-
-def _option(setting: str) -> str:
-    """Return the option of `translate` for a setting of the search."""
-    return f"--{setting.replace('_', '-')}"
 
 
 def _model(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, options_as_typed
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
@@ -51,6 +51,15 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _check_words(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Exit with a message if a word is empty, or an option has no value."""
+    for word in words:
+        if word == "" or (word.startswith("--") and word.endswith("=")):  # as a path it would be this directory
+            parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
+        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            parser.error(f"argument {word[:-3]}: expected one argument")
+
+
 def _check_working_directory() -> None:
     """Refuse to start in a directory that has been removed, where libraries fail for reasons that they do not name.
 
@@ -73,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), None)
     parser = _parser(command)
+    _check_words(words, parser)
     arguments, rest = parser.parse_known_args(words)
     if rest and not (hasattr(arguments, "settings") and all(_SETTING.match(word) for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -83,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_working_directory()
         setup_logging(place().rank)
-        with interruptible():
+        with interruptible(), options_as_typed():
             status: int = module.run(arguments)
         return status
     except ReportedError as reported:

@@ -28,10 +28,14 @@ _HINTS = {
     errno.ENOSPC: "; free some space and start again",
     errno.EDQUOT: "; free some space and start again",
     errno.ENAMETOOLONG: "; give a shorter one",
+    errno.EROFS: "; make it writable, or work with a copy of it",
+    errno.EACCES: "; change its permissions, or work with a copy of it",
 }
 """Hints for errors of the system."""
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress if stderr is not a terminal."""
+ON_BAR = "on_bar"
+"""Attribute of a log record whose values a progress bar shows: only log files receive it."""
 
 
 class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -39,6 +43,8 @@ class _TqdmHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, ON_BAR, False):
+            return
         try:
             tqdm.write(self.format(record), file=sys.stderr)
         except Exception:  # a closed stderr must not end the program

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 EXIT_USER_ERROR = 2
-"""The input is wrong; nothing was changed."""
+"""The input is wrong; no checkpoint was changed."""
 
 EXIT_STOPPED = 75
 """The run stopped on request and saved a checkpoint; the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
@@ -24,6 +26,8 @@ _MAX_PROBLEMS = 20
 """Bound on the problems that a message lists."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
+_AS_TYPED = ContextVar("as_typed", default=False)
+"""True while a command runs, whose options messages name as they are typed."""
 
 
 class UserError(ValueError):
@@ -74,6 +78,25 @@ class ReportedError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
+
+
+@contextmanager
+def options_as_typed() -> Iterator[None]:
+    """Let :func:`option` name options as they are typed on the command line during the block."""
+    token = _AS_TYPED.set(True)
+    try:
+        yield
+    finally:
+        _AS_TYPED.reset(token)
+
+
+def option(name: str) -> str:
+    """Return the name of an option for a message: ``--max-tokens`` in a command, ```max_tokens``` in Python.
+
+    Args:
+        name: keyword in the Python API.
+    """
+    return f"--{name.replace('_', '-')}" if _AS_TYPED.get() else f"`{name}`"
 
 
 def shown(value: object) -> str:

@@ -42,26 +42,42 @@ use_venv() { if [ -x "$VENV/bin/python" ]; then export PATH="$VENV/bin:$PATH"; f
 # Print a TCP port that is free now.
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
-# run_ranks COMMAND...: run DeepSpeed's launcher and return its status; make_scratch comes before it. The first Ctrl-C
-# or SIGTERM asks the ranks to save and stop, because the launcher would kill them. A second one kills them.
-run_ranks() {
-    local group status requests=0 interrupted
-    set -m # puts the launcher into its own process group, which the terminal's Ctrl-C does not reach
+ONE_REQUEST_S=2 # signals within this time are one request: the shell and the kernel both report a lost terminal
+
+# attend HANDLER COMMAND...: run COMMAND in the background, in its own process group $group, which the terminal's Ctrl-C
+# does not reach, and return its status. Meanwhile INT, TERM and HUP call HANDLER with the name of the signal. Bash would
+# defer that to the end of a command in the foreground.
+attend() {
+    local handler="$1" group="" interrupted="" status name
+    shift
+    for name in INT TERM HUP; do
+        # shellcheck disable=SC2064 # the name is that of now
+        trap "interrupted=$name; $handler $name" "$name"
+    done
+    set -m # gives the command its own process group
     "$@" </dev/null &
     group=$!
     set +m
-    trap 'interrupted=yes requests=$((requests + 1)); stop_ranks "$group" "$requests"' INT TERM HUP
     trap '' PIPE
-    while :; do # a signal ends `wait` before the launcher ends
+    [ -z "$interrupted" ] || "$handler" "$interrupted" # it came before there was a group
+    while :; do # a signal ends `wait` before the command ends
         interrupted="" status=0
         wait "$group" || status=$?
         [ -n "$interrupted" ] || break
     done
     trap - INT TERM HUP PIPE
+    return "$status"
+}
+
+# run_ranks COMMAND...: run DeepSpeed's launcher and return its status; make_scratch comes before it. The first Ctrl-C
+# or SIGTERM asks the ranks to save and stop, because the launcher would kill them. A later one kills them.
+run_ranks() {
+    local asked="" status=0
+    attend stop_ranks "$@" || status=$?
     # Ranks that end as they should leave their status in a file, because the launcher reports any but 0 as an error.
     if [ "$status" = 0 ] && [ -s "$SCRATCH/status" ]; then
         status="$(cat "$SCRATCH/status")"
-    elif [ "$requests" = 0 ] && [ "$status" -gt 128 ]; then
+    elif [ -z "$asked" ] && [ "$status" -gt 128 ]; then
         # The launcher reports a signal as 128 plus its number or as 256 minus it.
         complain "a rank was killed; start the same command again to resume from the last checkpoint"
         status=70
@@ -83,14 +99,15 @@ make_scratch() {
 # Ask the ranks to save and stop. A script with ranks on other hosts defines its own version.
 request_stop() { touch "$SCRATCH/stop"; }
 
-# stop_ranks GROUP REQUESTS: ask the ranks to stop at the first request, kill process group GROUP at the second.
+# Ask the ranks to stop at the first signal ($asked: the time of it), kill process group $group at a later one.
 stop_ranks() {
-    if [ "$2" = 1 ]; then
+    if [ -z "$asked" ]; then
+        asked="$SECONDS"
         # The message comes second and may fail: Ctrl-C may also have ended the program that reads our output.
         request_stop || true
         (say "saving, then stopping; Ctrl-C again stops at once") 2>/dev/null || true
-    else
-        kill -TERM -- "-$1" 2>/dev/null || true
+    elif [ $((SECONDS - asked)) -ge "$ONE_REQUEST_S" ]; then
+        kill -TERM -- "-$group" 2>/dev/null || true
     fi
 }
 
@@ -105,6 +122,15 @@ choose_lock() {
     list_gpus | awk -F'[., ]+' '
         $1 < 7 || ($1 == 7 && $2 < 5) || $3 < 580 { old = 1 }
         END { print NR == 0 ? "cpu" : old ? "v100" : "cuda" }'
+}
+
+# Print the name of the lock to install: $LOCK, or the one for this machine.
+lock_to_install() {
+    case "${LOCK:-}" in
+    '') choose_lock ;;
+    cpu | cuda | v100) printf '%s\n' "$LOCK" ;;
+    *) die "LOCK must be cpu, cuda or v100, but is $LOCK; unset it to have the one for this machine" ;;
+    esac
 }
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }

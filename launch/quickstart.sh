@@ -6,14 +6,16 @@
 #   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
 #                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
 #                   [a generated sample corpus]
-#   --fresh         start over [resume after the last step that was completed]
+#   --fresh         remove what an earlier start made in OUT, and start over [resume after the last completed step]
 #   --system        install missing system packages (python3, python3-venv) with apt-get [never]
 #
-# Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C saves; the same command resumes.
+# Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C, SIGTERM and SIGHUP (the terminal is lost) end the
+# current step, and the same command without --fresh resumes. The exit status is then 75 if training was saved, in
+# another step 130, 143 or 129; after an error it is that of the step which failed.
 #
 # Settings from the environment:
 #
-#   OUT              directory of the results [quickstart/]
+#   OUT              directory of the results: new, empty, or of an earlier start [quickstart/]
 #   RANKS            number of processes [one for each GPU; without a GPU 2]
 #   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
 #   VENV             virtual environment [.venv]
@@ -26,6 +28,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 MIN_LINES=200
+STEPS=(corpus prepare train translate) # their numbers begin at 2
 
 fresh=""
 while [ $# -gt 0 ]; do
@@ -46,6 +49,10 @@ esac
 SOURCE="${SOURCE:-}" TARGET="${TARGET:-}" OUT="${OUT:-$ROOT/quickstart}"
 export LC_ALL="${LC_ALL:-C.UTF-8}"
 
+lock="$(lock_to_install)"
+[ -z "${RANKS:-}" ] || RANKS="$(number RANKS "$RANKS")"
+[ -z "${VOCAB_SIZE:-}" ] || VOCAB_SIZE="$(number VOCAB_SIZE "$VOCAB_SIZE")"
+
 count_lines() { LC_ALL=C awk 'END { print NR }' "$1"; }
 
 check_text() {
@@ -61,6 +68,12 @@ check_text() {
         die "line N of TARGET must translate line N of SOURCE, but $SOURCE has $sources lines and $TARGET has $targets;" \
             "align them sentence by sentence"
     [ "$sources" -ge "$MIN_LINES" ] || die "$SOURCE must have at least $MIN_LINES lines, but has $sources; add more text"
+    # Also by another name, as a link: what is here may be overwritten or removed.
+    for file in "$SOURCE" "$TARGET"; do
+        [ -z "$(find -L "$MARKER" "$TEXT" "$OUT/data" "$RUN" "$OUT/test.translation" -samefile "$file" 2>/dev/null)" ] ||
+            die "SOURCE and TARGET must not be among the files of OUT, but $file is in $OUT;" \
+                "copy it elsewhere, or set OUT to another path"
+    done
 }
 
 # Print an identifier of the input. It is saved in $OUT, where it tells results of other text.
@@ -73,20 +86,99 @@ describe_input() {
     fi
 }
 
-# step NUMBER NAME: run the function NAME, unless an earlier start of this script has completed it.
-step() {
-    if [ -e "$OUT/.done-$2" ]; then
-        say "$1/6 $2: done before"
-    else
-        say "$1/6 $2"
-        "$2"
-        touch "$OUT/.done-$2"
+# Make $OUT, unless it is of an earlier start, and mark it by a file with the identifier of the input.
+claim_out() {
+    local input
+    [ -d "$OUT" ] || [ ! -e "$OUT" ] || die "OUT must be a directory, but $OUT is a file; set OUT to another path"
+    mkdir -p "$OUT" 2>/dev/null || true
+    [[ -d "$OUT" && -w "$OUT" && -x "$OUT" ]] ||
+        die "OUT must be a directory that can be written, but $OUT is not; set OUT to another path"
+    input="$(describe_input)"
+    # Starts before there was the marker called it `input`.
+    if [ ! -e "$MARKER" ] && [ -e "$OUT/.done-corpus" ] && [ "$(cat "$OUT/input" 2>/dev/null)" = "$input" ]; then
+        mv "$OUT/input" "$MARKER"
     fi
+    [ -e "$MARKER" ] || [ -z "$(ls -A "$OUT")" ] ||
+        die "OUT must be new, empty, or hold results of this script, but $OUT has other files; set OUT to another path"
+    if [ -n "$fresh" ]; then
+        remove_results
+    elif [ -s "$MARKER" ] && [ "$(cat "$MARKER")" != "$input" ]; then
+        die "$OUT must hold results of the same text, but was made from other text; start over with --fresh, or set OUT"
+    fi
+    printf '%s\n' "$input" >"$MARKER"
+}
+
+# Remove what this script makes in $OUT, by name. Other files there stay, as do directories that have some.
+remove_results() {
+    rm -f "$OUT"/.done-* "$OUT/test.translation" "$TEXT/parts" "$TEXT"/{train,valid,test}.{en,de,source,target}
+    rm -f "$OUT/data"/meta.json{,.sha256} "$OUT/data"/vocabulary.{model,json,*.json} \
+        "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
+    rm -f "$RUN"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,metrics.jsonl,.lock} \
+        "$RUN"/vocabulary.{model,json,*.json}
+    rm -rf "$RUN"/{checkpoints,logs,tensorboard}
+    rmdir "$TEXT" "$OUT/data" "$RUN" 2>/dev/null || true
+}
+
+# step NUMBER OUTPUT...: run the function that STEPS names, unless an earlier start of this script has completed it and
+# each OUTPUT still exists. The steps after one that runs are done again.
+step() {
+    local name="${STEPS[$1 - 2]}" complete=yes file
+    for file in "$OUT/.done-$name" "${@:2}"; do
+        [ -e "$file" ] || complete=""
+    done
+    if [ -n "$complete" ]; then
+        say "$1/6 $name: done before"
+        return
+    fi
+    for file in "${STEPS[@]:$1-2}"; do
+        rm -f "$OUT/.done-$file"
+    done
+    say "$1/6 $name"
+    attend_step "$name"
+    touch "$OUT/.done-$name"
+    [ -z "$stopped" ] || exit "$stopped"
+}
+
+# attend_step FUNCTION [ARGUMENT...]: run a function in the background, forwarding signals to it. Its last command
+# replaces the shell (`exec`), which would die of the signal before a program that saves first.
+attend_step() {
+    attend forward "$@"
+    exit_on_signals
+}
+
+# forward SIGNAL: send SIGNAL to the step that `attend` runs.
+forward() {
+    stopped="$(status_of "$1")"
+    kill "-$1" -- "-$group" 2>/dev/null || true
+}
+
+# status_of SIGNAL: print the exit status after SIGNAL.
+status_of() { echo $((128 + $(kill -l "$1"))); }
+
+exit_on_signals() {
+    local name
+    for name in INT TERM HUP; do
+        # shellcheck disable=SC2064 # the status is that of now
+        trap "exit $(status_of "$name")" "$name"
+    done
+}
+
+# Say how the script ended, unless all is done.
+on_exit() {
+    local status=$?
+    trap '' PIPE # the program that reads our output may be gone
+    case "$status" in
+    0) ;;
+    70 | 75 | 129 | 130 | 143)
+        say "stopped with status $status; start the same command again${fresh:+ without --fresh} to resume"
+        ;;
+    *) say "failed with status $status; see the error above" ;;
+    esac >&2 2>/dev/null || true
 }
 
 corpus() {
     if [ -z "$SOURCE" ]; then
-        deepspeed-nmt sample-data --out "$TEXT" --train 30000 --valid 500 --test 500
+        exec deepspeed-nmt sample-data --out "$TEXT" --train 30000 --valid 500 --test 500
     else
         split_text
     fi
@@ -125,7 +217,7 @@ vocab_size() {
 }
 
 prepare() {
-    deepspeed-nmt prepare --out "$OUT/data" --vocab-size "${VOCAB_SIZE:-$(vocab_size)}" \
+    exec deepspeed-nmt prepare --out "$OUT/data" --vocab-size "${VOCAB_SIZE:-$(vocab_size)}" \
         --train-source "$TEXT/train.$SOURCE_SUFFIX" --train-target "$TEXT/train.$TARGET_SUFFIX" \
         --valid-source "$TEXT/valid.$SOURCE_SUFFIX" --valid-target "$TEXT/valid.$TARGET_SUFFIX" \
         --test-source "$TEXT/test.$SOURCE_SUFFIX" --test-target "$TEXT/test.$TARGET_SUFFIX"
@@ -136,49 +228,43 @@ train() {
     [ "$lock" != cpu ] || options+=(--cpu)
     [ -z "${RANKS:-}" ] || options+=(--ranks "$RANKS")
     say "watch it with: $VENV/bin/tensorboard --logdir $RUN"
-    "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe sample_small --data "$OUT/data" --run "$RUN" \
+    exec "$ROOT/launch/local.sh" ${options[@]+"${options[@]}"} -- --recipe sample_small --data "$OUT/data" --run "$RUN" \
         engine.name=deepspeed engine.ds_config=zero2
 }
 
 translate() {
-    deepspeed-nmt translate --run "$RUN" --checkpoint best \
+    exec deepspeed-nmt translate --run "$RUN" --checkpoint best \
         --input "$TEXT/test.$SOURCE_SUFFIX" --output "$OUT/test.translation"
 }
 
 score() {
-    deepspeed-nmt score --hypothesis "$OUT/test.translation" \
+    exec deepspeed-nmt score --hypothesis "$OUT/test.translation" \
         --reference "$TEXT/test.$TARGET_SUFFIX" --source "$TEXT/test.$SOURCE_SUFFIX"
 }
 
-[ -z "$SOURCE$TARGET" ] || check_text
-mkdir -p "$OUT"
-OUT="$(cd "$OUT" && pwd)" # absolute: the launcher's processes may have another working directory
-TEXT="$OUT/text" RUN="$OUT/run" SOURCE_SUFFIX=en TARGET_SUFFIX=de
+case "$OUT" in /*) ;; *) OUT="$PWD/$OUT" ;; esac # the launcher's processes may have another working directory
+TEXT="$OUT/text" RUN="$OUT/run" MARKER="$OUT/.quickstart" SOURCE_SUFFIX=en TARGET_SUFFIX=de
 [ -z "$SOURCE" ] || SOURCE_SUFFIX=source TARGET_SUFFIX=target
-if [ -n "$fresh" ]; then
-    rm -rf "$TEXT" "$OUT/data" "$RUN" "$OUT/test.translation" "$OUT/input" "$OUT"/.done-*
-fi
-if [ -e "$OUT/input" ] && [ "$(cat "$OUT/input")" != "$(describe_input)" ]; then
-    die "$OUT must hold results of the same text, but was made from other text; start over with --fresh, or set OUT"
-fi
-describe_input >"$OUT/input"
+[ -z "$SOURCE$TARGET" ] || check_text
+claim_out
 
-lock="${LOCK:-$(choose_lock)}"
+stopped="" # the exit status once a signal has come
+trap on_exit EXIT
+exit_on_signals
+
 say "1/6 install (for this machine: requirements/$lock.txt)"
-install "$lock"
+if [ "$SYSTEM" = yes ]; then
+    install "$lock" # in the foreground, because sudo may ask for a password
+else
+    attend_step install "$lock"
+    [ -z "$stopped" ] || exit "$stopped"
+fi
 use_venv
 
-on_exit() {
-    local status=$?
-    [ "$status" = 0 ] || say "stopped with status $status; start the same command again to resume" >&2
-}
-trap on_exit EXIT
-trap 'exit 130' INT TERM
-
-step 2 corpus
-step 3 prepare
-step 4 train
-step 5 translate
+step 2 "$TEXT"/{train,valid,test}."$SOURCE_SUFFIX" "$TEXT"/{train,valid,test}."$TARGET_SUFFIX"
+step 3 "$OUT/data/meta.json"
+step 4 "$RUN/checkpoints"
+step 5 "$OUT/test.translation"
 say "6/6 score"
-score
+attend_step score
 say "done; the run is in $RUN; its curves: $VENV/bin/tensorboard --logdir $RUN"

@@ -41,7 +41,8 @@ if [ "$SYSTEM" = yes ] && command -v apt-get >/dev/null; then
     [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" ||
         complain "apt-get could not install ${missing[*]}; tests that need one of them are skipped"
 fi
-install "${LOCK:-$(choose_lock)}" test docs
+lock="$(lock_to_install)"
+install "$lock" test docs
 
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -174,7 +175,15 @@ def run_script(name: str, *arguments: str, **settings: str) -> subprocess.Comple
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$STUB_LOG"
 [ "$(basename "$0")" != deepspeed ] || echo 0 >"$DEEPSPEED_NMT_STATUS"
-[ "${FAIL_AT:-none}" != "$1" ] || exit 75
+[ "${FAIL_AT:-none}" != "$1" ] || exit "${FAIL_WITH:-75}"
+output() { sed -n "s/.*--$1 \\([^ ]*\\).*/\\1/p" <<<"$all"; }
+all="$*"
+case "$(basename "$0") $1" in
+*sample-data) mkdir -p "$(output out)" && touch "$(output out)"/{train,valid,test}.{en,de} ;;
+*prepare) mkdir -p "$(output out)" && touch "$(output out)/meta.json" ;;
+*translate) touch "$(output output)" ;;
+"deepspeed "*) mkdir -p "$(output run)/checkpoints" ;;
+esac
 """
 
 
@@ -226,6 +235,135 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     assert f"tensorboard --logdir {stubs['OUT']}/run" in again.stdout
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
     assert len(commands(stubs)) == 5
+
+
+def test_quickstart_does_again_what_was_deleted(stubs: dict[str, str]) -> None:
+    assert run_script("quickstart.sh", **stubs).returncode == 0
+    first, out = commands(stubs), Path(stubs["OUT"])
+    for output, step in (("text/valid.de", 0), ("data", 1), ("run", 2), ("test.translation", 3)):
+        shutil.rmtree(out / output) if (out / output).is_dir() else (out / output).unlink()
+        assert run_script("quickstart.sh", **stubs).returncode == 0
+        assert commands(stubs) == first[step:], output
+
+
+def test_quickstart_says_how_to_resume_only_where_that_helps(stubs: dict[str, str]) -> None:
+    failed = run_script("quickstart.sh", FAIL_AT="prepare", FAIL_WITH="2", **stubs)
+    assert failed.returncode == 2
+    assert "failed with status 2; see the error above" in failed.stderr and "start the same" not in failed.stderr
+    stopped = run_script("quickstart.sh", "--fresh", FAIL_AT="translate", **stubs)
+    assert stopped.returncode == 75
+    assert "start the same command again without --fresh to resume" in stopped.stderr
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)])
+def test_quickstart_keeps_files_that_it_did_not_make(
+    fresh: tuple[str, ...], stubs: dict[str, str], tmp_path: Path
+) -> None:
+    """Text below OUT, a directory with other files, text that links lead to, and files added to an own directory."""
+
+    def refuses(out: Path, message: str, source: Path, target: Path) -> None:
+        before = files_of(tmp_path)
+        done = run_script("quickstart.sh", *fresh, str(source), str(target), **{**stubs, "OUT": str(out)})
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert files_of(tmp_path) == before
+
+    out = Path(stubs["OUT"])
+    (inside := out / "text").mkdir(parents=True)
+    source, target = inside / "train.source", inside / "train.target"
+    write_text(source, 300)
+    write_text(target, 300, "Wort")
+    refuses(out, "SOURCE and TARGET must not be among the files of OUT", source, target)
+    refuses(
+        out,
+        "OUT must be new, empty, or hold results",
+        *(Path(shutil.copy(path, tmp_path)) for path in (source, target)),
+    )
+    (other := tmp_path / "other" / "input").parent.mkdir()
+    write_text(other, 300)
+    refuses(other.parent, "OUT must be new, empty, or hold results", other, other)
+
+    shutil.rmtree(out)
+    source, target = tmp_path / "train.source", tmp_path / "train.target"
+    assert run_script("quickstart.sh", str(source), str(target), **stubs).returncode == 0
+    (inside / "valid.source").unlink()
+    (inside / "valid.source").symlink_to(source)
+    refuses(out, "SOURCE and TARGET must not be among the files of OUT", source, target)
+
+    (inside / "valid.source").unlink()
+    for name in ("text", "data", "run"):
+        (out / name / "precious").write_text("mine")
+    done = run_script("quickstart.sh", *fresh, str(source), str(target), **stubs)
+    assert done.returncode == 0, done.stderr
+    assert [(out / name / "precious").read_text() for name in ("text", "data", "run")] == ["mine"] * 3
+
+
+def test_quickstart_resumes_results_of_before_the_marker(stubs: dict[str, str]) -> None:
+    assert run_script("quickstart.sh", **stubs).returncode == 0
+    out = Path(stubs["OUT"])
+    (out / ".quickstart").rename(out / "input")
+    commands(stubs)
+    assert run_script("quickstart.sh", **stubs).returncode == 0
+    assert commands(stubs) == ["deepspeed-nmt score"]
+
+
+def test_quickstart_names_wrong_settings(stubs: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for settings, message in (
+        ({"OUT": str(tmp_path / "file")}, f"OUT must be a directory, but {tmp_path / 'file'} is a file"),
+        ({"OUT": str(tmp_path / "file" / "below")}, "OUT must be a directory that can be written"),
+        ({"LOCK": "foo"}, "LOCK must be cpu, cuda or v100, but is foo"),
+        ({"RANKS": "two"}, "RANKS must be a positive number, but is 'two'"),
+        ({"VOCAB_SIZE": "-3"}, "VOCAB_SIZE must be a positive number, but is '-3'"),
+    ):
+        done = run_script("quickstart.sh", **{**stubs, **settings})
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not Path(stubs["OUT"]).exists()
+
+
+TRAINING = """#!/usr/bin/env bash
+# A launcher whose ranks save and stop when the file of stop requests appears.
+trap 'echo killed >>"$STUB_LOG"; exit 143' TERM
+echo training >>"$STUB_LOG"
+until [ -e "$DEEPSPEED_NMT_STOP" ]; do sleep 0.05; done
+sleep 0.5
+echo saved >>"$STUB_LOG"
+echo 75 >"$DEEPSPEED_NMT_STATUS"
+"""
+SLOW = """#!/usr/bin/env bash
+[ "$1" = prepare ] || exit 0
+echo preparing >>"$STUB_LOG"
+sleep 30
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("step", ["training", "preparing"])
+def test_quickstart_forwards_a_signal(
+    number: signal.Signals, step: str, stubs: dict[str, str], tmp_path: Path
+) -> None:
+    program, text = ("deepspeed", TRAINING) if step == "training" else ("deepspeed-nmt", SLOW)
+    (Path(stubs["VENV"]) / "bin" / program).write_text(text, encoding="utf-8")
+    log = Path(stubs["STUB_LOG"])
+    process = subprocess.Popen(
+        [str(LAUNCH / "quickstart.sh")], env={**os.environ, **stubs}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (log.exists() and step in log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    # The shell and the kernel both report a lost terminal, the one to the process, the other to its group.
+    os.kill(process.pid, number)
+    time.sleep(0.1)
+    os.killpg(process.pid, number)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == (75 if step == "training" else 128 + number), said
+    assert f"stopped with status {process.returncode}; start the same command again to resume" in said
+    assert step == "preparing" or log.read_text().splitlines()[-1] == "saved"
 
 
 def test_quickstart_splits_off_held_out_text(stubs: dict[str, str], tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.data.prepare import PrepareOptions, prepare
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.registry import problem_of
+    from deepspeed_nmt.run.vocabulary import verify_vocabulary
 
     given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -103,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         options = PrepareOptions.model_validate(settings)
     except ValidationError as error:
         raise ConfigError(problem_of(problem, _option(problem["loc"])) for problem in error.errors()) from error
+    if options.vocab_from is not None:
+        verify_vocabulary(options.vocab_from)
     output(report(prepare(options), options.cleaning, options.out))
     return 0
 
@@ -133,12 +136,14 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
                 f"{counted.tokens / max(1, stats.pairs):>12.1f}{counted.longest:>10,}"
                 f"{counted.unknown / max(1, counted.tokens):>12.4%}{_changed(meta, f'{split}.{side}'):>10}"
             )
+    if "test.source" in meta.inputs:
+        lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
     lines += _examples(meta)
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"
-    elif "normalization" in meta.options:
-        kind += f", normalization {meta.options['normalization']}"
+    elif not meta.segmented:
+        kind += f", normalization {meta.options.get('normalization', 'nfkc')}"
     size = f"{meta.vocabulary_size:,} tokens ({kind})"
     if "vocabulary.source.json" in meta.files:
         size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"

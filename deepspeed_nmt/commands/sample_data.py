@@ -3,8 +3,8 @@
     deepspeed-nmt sample-data --out DIR
 
 Nothing is downloaded, and the same options give the same files on every machine. Training, validation and test set
-share no sentence, in either language. A small model translates the corpus well after minutes of training; a low BLEU
-means that something is wrong.
+share no sentence, in either language. Files of these names with other content are refused, unless --overwrite
+is given. A small model translates the corpus well after minutes of training; a low BLEU means that something is wrong.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"sentence pairs of {name} (default: %(default)s)",
         )
     parser.add_argument("--seed", type=int, default=1, help="seed of the sentences (default: %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of these names with other content")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.console import output
     from deepspeed_nmt.sample.corpus import SPLITS, write_sample
 
-    write_sample(arguments.out, arguments.train, arguments.valid, arguments.test, arguments.seed)
+    counts = [getattr(arguments, name) for name in SPLITS]
+    write_sample(arguments.out, *counts, arguments.seed, overwrite=arguments.overwrite)
     for name in SPLITS:
         output(f"{arguments.out / name}.en and .de: {getattr(arguments, name):,} pairs")
     return 0

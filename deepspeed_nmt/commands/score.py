@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenised = arguments.tokenised or arguments.segmented
     warn_of_files(inputs, tokenised)
     for report in score_files(inputs, tokenised, arguments.lowercase):
-        warn_of_copies(report, len(inputs.hypotheses[report.hypothesis]))
+        warn_of_copies(report)
         output(as_json(report, inputs) if arguments.json else as_text(report, inputs))
     return 0
 
@@ -94,11 +94,13 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
         from deepspeed_nmt.data.directory import open_tokenizer
+        from deepspeed_nmt.run.vocabulary import verify_vocabulary
 
+        verify_vocabulary(arguments.like)
         tokenizer = open_tokenizer(arguments.like)
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
     return ScoreInputs(
-        hypotheses={name: lines[name] for name in arguments.hypothesis},
+        hypotheses=[(name, lines[name]) for name in arguments.hypothesis],
         references=references,
         source=lines[arguments.source] if arguments.source else None,
     )

@@ -128,7 +128,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
-    """Read configuration, data and origin of a run; nothing is written.
+    """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
 
     Raises:
         UserError: if options contradict each other, or a file cannot be read.
@@ -137,7 +137,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
-    from deepspeed_nmt.run.directory import has_begun, recorded_data
+    from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
@@ -151,7 +151,9 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
     if begun:
-        verify_run(arguments.run)
+        verify_run(arguments.run, arguments.data)
+    elif origin is not None:
+        Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
         base = arguments.run / CONFIG_FILE  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:

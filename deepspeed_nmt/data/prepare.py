@@ -7,6 +7,7 @@ directory beside the result, renamed at the end.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import compress
@@ -36,7 +37,7 @@ from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
 from deepspeed_nmt.registry import Config
@@ -85,7 +86,7 @@ class PrepareOptions(Config):
         if self.tokenizer is None:
             return self
         if not self.tokenizer.startswith(PREFIX):
-            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {self.tokenizer}")
+            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
         given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
         given["--character-coverage"] = self.character_coverage != 1.0
         given["--normalization"] = self.normalization is not None
@@ -156,7 +157,7 @@ def prepare(options: PrepareOptions) -> Meta:
                 return _fill(staging, options, given, recorded, inputs)
     except OSError as error:
         raise DataError(
-            f"--out must be writable, but {out} could not be written ({error}), and nothing is left of it; free disk "
+            f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
             "space, or choose another --out"
         ) from error
 
@@ -317,6 +318,10 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise DataError(f"--out must be a directory, but {out} is a file; choose another --out")
+    if os.path.ismount(out):
+        raise DataError(
+            f"--out must be a directory that can be replaced, but {out} is a mount point; give a directory inside it"
+        )
     names = {path.name for path in out.iterdir()}
     try:
         ours = {META_FILE, META_FILE + HASH_SUFFIX, *parse_json((out / META_FILE).read_bytes())["files"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.picture import save_picture
-from deepspeed_nmt.files import parse_json
+from deepspeed_nmt.files import parse_json, resolved
 
 METRICS_FILE = "metrics.jsonl"
 TOKENS = "train/target_tokens"
@@ -89,7 +89,7 @@ def _is_placed(entry: Mapping[str, float]) -> bool:
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a short name for each run: as many last parts of its path as make the names differ."""
-    parts = [path.resolve().parts for path in paths]
+    parts = [resolved(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
         if len(set(names)) == len(names):

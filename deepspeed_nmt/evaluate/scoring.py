@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from deepspeed_nmt.console import logger
@@ -32,12 +32,12 @@ class ScoreInputs:
     """Sentences of aligned files, by the names that the user gave.
 
     Attributes:
-        hypotheses: translations to score.
+        hypotheses: name and translations of each file to score; a file may be given twice.
         references: reference translations.
         source: source text; None if it is not given.
     """
 
-    hypotheses: Mapping[str, list[str]]
+    hypotheses: Sequence[tuple[str, list[str]]]
     references: Mapping[str, list[str]]
     source: list[str] | None
 
@@ -48,6 +48,7 @@ class ScoreReport:
 
     Attributes:
         hypothesis: name of the file.
+        lines: number of its lines.
         scores: its scores.
         empty: number of empty lines.
         copies: number of copies of the source; None without a source.
@@ -55,6 +56,7 @@ class ScoreReport:
     """
 
     hypothesis: str
+    lines: int
     scores: Scores | TokenisedBleu
     empty: int
     copies: int | None
@@ -87,7 +89,7 @@ def read_sentences(name: str) -> list[str]:
 def score_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> list[ScoreReport]:
     """Score every hypothesis, and compare the later ones with the first."""
     score = tokenised_bleu if tokenised else corpus_scores
-    systems = list(inputs.hypotheses.values())
+    systems = [sentences for _, sentences in inputs.hypotheses]
     references = list(inputs.references.values())
     comparisons: list[Comparison | None] = [None] * len(systems)
     if len(systems) > 1:
@@ -102,12 +104,13 @@ def score_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> list[S
     return [
         ScoreReport(
             hypothesis=name,
+            lines=len(sentences),
             scores=score(sentences, references, lowercase=lowercase),
             empty=sum(not sentence.strip() for sentence in sentences),
             copies=_copies(sentences, inputs.source),
             comparison=comparison,
         )
-        for (name, sentences), comparison in zip(inputs.hypotheses.items(), comparisons, strict=True)
+        for (name, sentences), comparison in zip(inputs.hypotheses, comparisons, strict=True)
     ]
 
 
@@ -121,7 +124,7 @@ def _copies(sentences: list[str], source: list[str] | None) -> int | None:
 
 def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
     """Warn of lines that make a score doubtful."""
-    for name, sentences in {**inputs.hypotheses, **inputs.references}.items():
+    for name, sentences in {**dict(inputs.hypotheses), **inputs.references}.items():
         file, total = shown_name(name), f"{len(sentences):,}"
         empty = sum(not sentence.strip() for sentence in sentences)
         if empty:
@@ -140,14 +143,14 @@ def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
             )
 
 
-def warn_of_copies(report: ScoreReport, lines: int) -> None:
+def warn_of_copies(report: ScoreReport) -> None:
     """Warn of a model that copies its source, or of a wrong file."""
-    if report.copies is not None and report.copies >= COPIES_WORTH_A_WARNING * lines:
+    if report.copies is not None and report.copies >= COPIES_WORTH_A_WARNING * report.lines:
         logger.warning(
             "%s: %s of %s lines are copies of the source; is it the right file, and does the model translate?",
             shown_name(report.hypothesis),
             f"{report.copies:,}",
-            f"{lines:,}",
+            f"{report.lines:,}",
         )
 
 
@@ -161,7 +164,7 @@ def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
     else:
         lines += [f"{scores.label} = {scores.bleu:.2f} ({scores.detail})", f"  {scores.signature}"]
     if report.comparison is not None:
-        first = shown_name(next(iter(inputs.hypotheses)))
+        first = shown_name(inputs.hypotheses[0][0])
         lines += [
             f"BLEU against {first}: {report.comparison.difference:+.2f}, 95% interval "
             f"[{report.comparison.interval[0]:+.2f}, {report.comparison.interval[1]:+.2f}] "
@@ -169,8 +172,7 @@ def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
             f"  {report.comparison.signature}",
         ]
     if report.copies is not None:
-        sentences = len(inputs.hypotheses[report.hypothesis])
-        lines.append(f"copies of the source: {report.copies:,} of {sentences:,} lines")
+        lines.append(f"copies of the source: {report.copies:,} of {report.lines:,} lines")
     return "\n".join(lines)
 
 
@@ -180,7 +182,7 @@ def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
     values: dict[str, object] = {
         "hypothesis": report.hypothesis,
         "references": list(inputs.references),
-        "lines": len(inputs.hypotheses[report.hypothesis]),
+        "lines": report.lines,
         "empty_lines": report.empty,
     }
     if isinstance(scores, Scores):
@@ -194,7 +196,7 @@ def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
     if report.copies is not None:
         values["source_copies"] = report.copies
     if report.comparison is not None:
-        values["comparison"] = {"baseline": next(iter(inputs.hypotheses)), **asdict(report.comparison)}
+        values["comparison"] = {"baseline": inputs.hypotheses[0][0], **asdict(report.comparison)}
     return json.dumps(values, ensure_ascii=False)
 
 

@@ -9,33 +9,36 @@ metrics.jsonl  tensorboard/  checkpoints/  logs/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import ValidationError
 
 from deepspeed_nmt.build import build_model
 from deepspeed_nmt.config import RunConfig, load_config, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.directory import DataDirectory, open_tokenizer
+from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name, parse_json
-from deepspeed_nmt.manifest import MANIFEST_FILE, FileRecord
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name
+from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
 from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.manifest import (
     CHECKPOINTS,
     CONFIG_FILE,
     DATA_FILE,
-    LONGEST_SOURCE,
-    data_record,
+    DataRecord,
+    RunManifest,
     replace_files,
     verify_run,
 )
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
+from deepspeed_nmt.train.metrics import METRICS_FILE
 from deepspeed_nmt.train.store import CheckpointStore
 
 ENVIRONMENT_FILE = "environment.json"
@@ -76,6 +79,11 @@ class Run:
             ConfigError: if it is no run directory.
             DataError: if a file is lost or damaged and cannot be restored.
         """
+        if (path / "state.json").is_file():
+            raise ConfigError(
+                f"{option} must be a directory made by `train`, but {path} is one of its checkpoints; give "
+                f"{path.parent.parent} and the checkpoint {path.name}"
+            )
         if not any((path / name).exists() for name in (CONFIG_FILE, MANIFEST_FILE, CHECKPOINTS)):
             what = "has no config.yaml" if path.is_dir() else "does not exist"
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
@@ -92,8 +100,7 @@ class Run:
     @property
     def max_source_tokens(self) -> int:
         """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
-        longest: int = read_record(self.path / DATA_FILE, ()).get(LONGEST_SOURCE, 0)  # older runs do not record it
-        return max(MAX_SOURCE_TOKENS, longest)
+        return max(MAX_SOURCE_TOKENS, DataRecord.read(self.path).longest_source)
 
     def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
@@ -177,7 +184,7 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     if differences:
         raise CheckpointError(
             f"{checkpoint.path} must be a checkpoint of this run, but {differences[0]} ({len(differences)} "
-            "differences); open it with its own run"
+            "differences); open it with its own run, or move it away, and the one before it is used"
         )
 
 
@@ -190,25 +197,32 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         data: data to train on.
 
     Raises:
-        ConfigError: if a setting has changed that cannot change; all of them are listed.
+        ConfigError: if a setting has changed that cannot change, all of them at once; or if files are in the way that
+            `train` did not write.
+        CheckpointError: if the newest checkpoint is of another run.
         DataError: if the data has changed.
     """
-    files = {CONFIG_FILE: config.to_yaml().encode()}
+    files = {
+        CONFIG_FILE: config.to_yaml().encode(),
+        DATA_FILE: DataRecord.of(data).content(),
+    }
     if has_begun(path):
-        verify_run(path)
+        verify_run(path, data.path)
         _check_same(path, config, data)
     else:
         path.mkdir(parents=True, exist_ok=True)
+        _check_own(path)
+        if (path / METRICS_FILE).exists():
+            logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
         for name in (ORIGIN_FILE, MANIFEST_FILE):
             (path / name).unlink(missing_ok=True)
-        files[DATA_FILE] = data_record(str(data.path.resolve()), data.fingerprint, data.longest_source)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 
 
 def recorded_data(path: Path) -> DataDirectory:
-    """Open the data directory that a run began with.
+    """Open the data directory that a run was last trained on.
 
     Args:
         path: run directory.
@@ -216,7 +230,7 @@ def recorded_data(path: Path) -> DataDirectory:
     Raises:
         DataError: if it is not where it was, or is incomplete.
     """
-    where = Path(str(read_record(path / DATA_FILE, ("path",))["path"]))
+    where = Path(DataRecord.read(path).path)
     if not where.is_dir():
         raise DataError(
             f"--data is not given, so it is that of {path}, but there is no directory {where}; give the place of its "
@@ -226,10 +240,10 @@ def recorded_data(path: Path) -> DataDirectory:
 
 
 def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
-    recorded = read_record(path / DATA_FILE, ("path", "fingerprint"))
-    if recorded["fingerprint"] != data.fingerprint:
+    recorded = DataRecord.read(path)
+    if recorded.fingerprint != data.fingerprint:
         raise DataError(
-            f"{data.path} must hold the data that {path} began with (from {recorded['path']}), but it has changed; "
+            f"{data.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
     before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
@@ -241,33 +255,37 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    store = CheckpointStore(path / CHECKPOINTS)
+    newest = None
+    with suppress(CheckpointError):  # a damaged one is skipped later
+        newest = store.read(store.names()[-1], verify=False)
+    if newest is not None:
+        check_record(newest, config, data.vocabulary)
+
+
+def _check_own(path: Path) -> None:
+    """Check that a new run replaces only files of a run that has no checkpoint yet.
+
+    Raises:
+        ConfigError: if there are other files of these names.
+    """
+    with suppress(DamagedRecordError, ValidationError):
+        RunManifest.read(path)
+        return
+    if all((path / name).is_file() for name in (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE)):
+        return  # of an older version
+    names = (CONFIG_FILE, DATA_FILE, ENVIRONMENT_FILE, ORIGIN_FILE, MANIFEST_FILE, METRICS_FILE, *VOCABULARY_FILES)
+    if found := [name for name in names if (path / name).exists()]:
+        raise ConfigError(
+            f"--run must be a new directory or one made by `train`, but {path} has {' and '.join(found[:3])} that "
+            "`train` did not write; give another directory"
+        )
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the fixed settings that differ."""
     keys = sorted(before.keys() | now.keys())
     return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
-
-
-def read_record(file: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Read a JSON file of a run.
-
-    Args:
-        file: to read.
-        keys: keys that it must have.
-
-    Raises:
-        DataError: if it is missing, cannot be read, or lacks a key.
-    """
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-        return {**content, **{key: content[key] for key in keys}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "is not" if file.is_file() else "is missing"
-        raise DataError(
-            f"{file} must be what `train` wrote when the run began, but {what}; restore it from a copy, or start a "
-            f"new run with another --run directory (--init-from {file.parent} takes over the weights)"
-        ) from error
 
 
 def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -6,7 +6,6 @@ where that is possible: the vocabulary from the data directory, settings and ``d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from deepspeed_nmt.config import validate
+from deepspeed_nmt.config import load_config, validate
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory
 from deepspeed_nmt.errors import DataError, UserError
-from deepspeed_nmt.files import atomic_write_bytes, parse_json
+from deepspeed_nmt.files import atomic_write_bytes
 from deepspeed_nmt.manifest import (
     MANIFEST_FILE,
     DamagedRecordError,
@@ -32,8 +31,44 @@ from deepspeed_nmt.train.checkpoint import RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
 CONFIG_FILE, DATA_FILE, CHECKPOINTS = "config.yaml", "data.json", "checkpoints"
-LONGEST_SOURCE = "longest_source"
-"""Entry of DATA_FILE: tokens of the longest source sentence that the run is trained on, without EOS."""
+
+
+class DataRecord(Config):
+    """The content of ``data.json``.
+
+    Attributes:
+        path: data directory that the run was last trained on.
+        fingerprint: fingerprint of the data.
+        longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
+    """
+
+    path: str
+    fingerprint: str
+    longest_source: int = 0
+
+    @classmethod
+    def of(cls, data: DataDirectory) -> DataRecord:
+        """Return the record of a data directory."""
+        return cls(path=str(data.path.resolve()), fingerprint=data.fingerprint, longest_source=data.longest_source)
+
+    @classmethod
+    def read(cls, run: Path) -> DataRecord:
+        """Read the record of a run.
+
+        Raises:
+            DataError: if it is missing or cannot be read.
+        """
+        try:
+            return cls.model_validate_json((run / DATA_FILE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise DataError(
+                f"{run / DATA_FILE} must be what `train` wrote when the run began, but cannot be read; "
+                f"{_remedy(run, DATA_FILE, None)}"
+            ) from error
+
+    def content(self) -> bytes:
+        """Return the content of DATA_FILE."""
+        return self.model_dump_json().encode()
 
 
 class RunManifest(Config):
@@ -48,6 +83,19 @@ class RunManifest(Config):
     format: Literal[1] = 1
     files: dict[PlainName, FileRecord]
     before: dict[PlainName, FileRecord] = Field(default={})
+
+    @classmethod
+    def read(cls, path: Path) -> RunManifest:
+        """Read the manifest of a run.
+
+        Raises:
+            DamagedRecordError: if it is missing, or does not match its hash.
+            ValidationError: if it is not a manifest of a run.
+        """
+        content, hashed = read_record(path / MANIFEST_FILE)
+        if not hashed:
+            raise DamagedRecordError(f"the hash of {path / MANIFEST_FILE} is missing")
+        return cls.model_validate_json(content)
 
     def problems(self, path: Path) -> dict[str, str]:
         """Return the predicate of a message for each file that is not as recorded, by name."""
@@ -74,7 +122,7 @@ def replace_files(path: Path, contents: Mapping[str, bytes]) -> None:
         OSError: if a file cannot be written.
     """
     try:
-        old = _read(path)
+        old = RunManifest.read(path)
     except (DamagedRecordError, ValidationError):
         old = RunManifest(files={})
     new = {**old.files, **{name: FileRecord.of(content) for name, content in contents.items()}}
@@ -90,11 +138,12 @@ def replace_files(path: Path, contents: Mapping[str, bytes]) -> None:
         RunManifest(files=new).write(path)
 
 
-def verify_run(path: Path) -> dict[str, FileRecord]:
+def verify_run(path: Path, data: Path | None = None) -> dict[str, FileRecord]:
     """Compare a run's files with its manifest, and restore what is lost. A run of an older version is adopted.
 
     Args:
         path: run directory.
+        data: data directory to restore the vocabulary from, besides the one that the run records.
 
     Returns:
         Records of its files by name.
@@ -105,12 +154,12 @@ def verify_run(path: Path) -> dict[str, FileRecord]:
     problems: dict[str, str] = {}
     for _ in range(2):  # a start of `train` may replace the files between the two readings
         try:
-            manifest = _read(path)
+            manifest = RunManifest.read(path)
         except (DamagedRecordError, ValidationError) as error:
-            return _adopt(path, error)
+            return _adopt(path, error, data)
         if not (problems := manifest.problems(path)):
             return manifest.files
-    restored = _restored(path, manifest.files, problems)
+    restored = _restored(path, manifest.files, problems, data)
     try:
         replace_files(path, restored)
     except OSError as error:
@@ -118,17 +167,10 @@ def verify_run(path: Path) -> dict[str, FileRecord]:
     return {**manifest.files, **{name: FileRecord.of(content) for name, content in restored.items()}}
 
 
-def _read(path: Path) -> RunManifest:
-    content, hashed = read_record(path / MANIFEST_FILE)
-    if not hashed:
-        raise DamagedRecordError(f"the hash of {path / MANIFEST_FILE} is missing")
-    return RunManifest.model_validate_json(content)
-
-
-def _adopt(path: Path, error: Exception) -> dict[str, FileRecord]:
+def _adopt(path: Path, error: Exception, data: Path | None) -> dict[str, FileRecord]:
     """Write the manifest of a run that has none, or whose manifest is damaged, and return the records of its files.
 
-    The vocabulary is compared with the newest checkpoint's record, or else with the data directory.
+    They are compared with the newest checkpoint's record. Without one, the vocabulary is compared with the data.
 
     Raises:
         DataError: if a file is lost or damaged and cannot be restored.
@@ -138,6 +180,7 @@ def _adopt(path: Path, error: Exception) -> dict[str, FileRecord]:
     names = {CONFIG_FILE, DATA_FILE, *expected, *(name for name in VOCABULARY_FILES if (path / name).is_file())}
     problems = {name: "is missing" for name in names if not (path / name).is_file()}
     problems |= {name: found for name, each in expected.items() if (found := each.problem(path / name))}
+    problems = {**_differences(path, record), **problems}
     if record is not None:
         logger.warning("%s; %s is compared with its newest checkpoint instead", _clause(error), path)
     else:
@@ -145,7 +188,7 @@ def _adopt(path: Path, error: Exception) -> dict[str, FileRecord]:
             "%s has no %s, because an older version wrote it; its files are checked from now on", path, MANIFEST_FILE
         )
     contents = {name: (path / name).read_bytes() for name in names - problems.keys()}
-    restored = _restored(path, expected, problems)
+    restored = _restored(path, expected, problems, data)
     contents |= restored
     try:
         replace_files(path, contents)
@@ -156,7 +199,27 @@ def _adopt(path: Path, error: Exception) -> dict[str, FileRecord]:
     return {name: FileRecord.of(content) for name, content in contents.items()}
 
 
-def _restored(path: Path, files: Mapping[str, FileRecord], problems: Mapping[str, str]) -> dict[str, bytes]:
+def _differences(path: Path, record: RunRecord | None) -> dict[str, str]:
+    """Return the predicate of a message for settings and DATA_FILE if they differ from a record or are unreadable."""
+    problems = {}
+    with suppress(UserError):
+        problems[DATA_FILE] = "cannot be read"
+        found = DataRecord.read(path)
+        if record is None or found.fingerprint == record.fingerprint:
+            del problems[DATA_FILE]
+        else:
+            problems[DATA_FILE] = "records other data than the newest checkpoint"
+    if record is not None and (path / CONFIG_FILE).is_file():
+        with suppress(UserError):
+            problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
+            if load_config(file=path / CONFIG_FILE) == validate(record.config):
+                del problems[CONFIG_FILE]
+    return problems
+
+
+def _restored(
+    path: Path, files: Mapping[str, FileRecord], problems: Mapping[str, str], data: Path | None
+) -> dict[str, bytes]:
     """Return the contents of lost or damaged files.
 
     Settings that exist are not replaced: they may be the user's work.
@@ -165,6 +228,7 @@ def _restored(path: Path, files: Mapping[str, FileRecord], problems: Mapping[str
         path: run directory.
         files: records of the run's files.
         problems: predicate of a message for each lost or damaged file.
+        data: data directory besides those that are recorded.
 
     Raises:
         DataError: if a file cannot be restored; it names the way out.
@@ -176,8 +240,9 @@ def _restored(path: Path, files: Mapping[str, FileRecord], problems: Mapping[str
         if name == CONFIG_FILE and record is not None and not (path / name).exists():
             restored[name] = validate(record.config).to_yaml().encode()
         elif name == DATA_FILE and record is not None:
-            restored[name] = data_record(record.data, record.fingerprint, record.longest_source)
-        elif (file := _in_data(path, record, name, files.get(name))) is not None:
+            found = DataRecord(path=record.data, fingerprint=record.fingerprint, longest_source=record.longest_source)
+            restored[name] = found.content()
+        elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
             restored[name], source = file.read_bytes(), str(file.parent)
         else:
             remedy = _remedy(path, name, record)
@@ -197,7 +262,10 @@ def _remedy(path: Path, name: str, record: RunRecord | None) -> str:
             "restore it from a copy, or start a new run with another --run directory (--init-from takes over the "
             "weights of a run whose files are complete)"
         )
-    return f"restore it from a copy, or bring back the data directory that {path} was trained on"
+    return (
+        f"restore it from a copy, or bring back the data directory that {path} was trained on (or give `train` its "
+        "place by --data)"
+    )
 
 
 def _not_writable(path: Path, restored: Mapping[str, bytes], error: OSError) -> DataError:
@@ -211,34 +279,23 @@ def _clause(error: Exception) -> str:
     return str(error) if isinstance(error, DamagedRecordError) else f"{MANIFEST_FILE} is not what `train` writes"
 
 
-def data_record(path: str, fingerprint: str, longest_source: int = 0) -> bytes:
-    """Return the content of DATA_FILE.
-
-    Args:
-        path: path of the data directory.
-        fingerprint: fingerprint of the data.
-        longest_source: tokens of its longest source sentence; 0 if that is not known.
-    """
-    return json.dumps({"path": path, "fingerprint": fingerprint, LONGEST_SOURCE: longest_source}).encode()
-
-
 def _vocabulary_of_data(path: Path) -> dict[str, FileRecord]:
     """Return the records of the vocabulary in the data directory of a run, if that is unchanged."""
     try:
-        recorded = parse_json((path / DATA_FILE).read_bytes())
-        data = DataDirectory.open(Path(recorded["path"]))
-        if data.fingerprint != recorded["fingerprint"]:
-            return {}
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+        recorded = DataRecord.read(path)
+        data = DataDirectory.open(Path(recorded.path))
+    except UserError:
         return {}
-    return data.vocabulary
+    return data.vocabulary if data.fingerprint == recorded.fingerprint else {}
 
 
-def _in_data(path: Path, record: RunRecord | None, name: str, wanted: FileRecord | None) -> Path | None:
-    """Return a file of the vocabulary in the run's data directory, if it is the one wanted."""
-    directories: list[str] = []
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        directories.append(str(parse_json((path / DATA_FILE).read_bytes())["path"]))
-    directories += [record.data] if record is not None else []
-    files = [Path(directory) / name for directory in directories]
+def _in_data(
+    path: Path, record: RunRecord | None, name: str, wanted: FileRecord | None, data: Path | None
+) -> Path | None:
+    """Return a file of the vocabulary in one of the run's data directories, if it is the one wanted."""
+    directories = [] if data is None else [data]
+    with suppress(UserError):
+        directories.append(Path(DataRecord.read(path).path))
+    directories += [Path(record.data)] if record is not None else []
+    files = [directory / name for directory in directories]
     return next((file for file in files if wanted is not None and wanted.problem(file) is None), None)

@@ -16,11 +16,11 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.files import atomic_write_text, resolved
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.files import atomic_write_text, parse_json, resolved
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.run.directory import ORIGIN_FILE, Run, read_record
+from deepspeed_nmt.run.directory import ORIGIN_FILE, Run
 from deepspeed_nmt.train.checkpoint import Checkpoint
 
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
@@ -131,7 +131,7 @@ def check_origin(run: Path, origin: Origin) -> None:
     remedy = f"leave {origin.option} out to resume, or start a new run with another --run directory"
     if not file.exists():
         raise ConfigError(f"{origin.option} applies to the start of a run, but {run} has begun without it; {remedy}")
-    record = read_record(file, ("run", "checkpoint", "frozen"))
+    record = _read_origin(file)
     asked = record.get("which", origin.checkpoint)  # older versions did not record it
     same_run = _same_path(origin.run, record["run"]) and origin.grow == record["frozen"]
     same_checkpoint = origin.checkpoint == asked or _same_path(Path(origin.checkpoint), record["checkpoint"])
@@ -141,6 +141,22 @@ def check_origin(run: Path, origin: Origin) -> None:
             f"{run} began with {began}, but now {origin.option} is {origin.run} and --from-checkpoint "
             f"{origin.checkpoint}; {remedy}"
         )
+
+
+def _read_origin(file: Path) -> dict[str, Any]:
+    """Read ORIGIN_FILE.
+
+    Raises:
+        DataError: if it cannot be read, or lacks a key.
+    """
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+        return {**content, **{key: content[key] for key in ("run", "checkpoint", "frozen")}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{file} must be what `train` wrote when the run began, but is not; restore it from a copy, or leave out "
+            "--init-from and --grow-from to resume the run"
+        ) from error
 
 
 def _copy(model: TranslationModel, checkpoint: Checkpoint, source: Run, prefix: str) -> None:

@@ -20,6 +20,7 @@ from deepspeed_nmt.sample.grammar import THE, Clause, Determiner, Field, NounPhr
 from deepspeed_nmt.sample.lexicon import ADJECTIVES, CLAUSE_VERBS, NOUNS, VERBS, Case, Person, Slot, Verb
 
 SPLITS = ("train", "valid", "test")
+LANGUAGES = ("en", "de")
 MAX_PAIRS = 1_000_000
 """The most pairs that can be asked for; of so many, 2% are drawn twice, and memory is 330 MB."""
 
@@ -179,11 +180,20 @@ def sentence_pairs(seed: int) -> Iterator[tuple[str, str]]:
             yield pair
 
 
-def write_sample(directory: Path, train: int, valid: int, test: int, seed: int) -> None:
+def write_sample(directory: Path, train: int, valid: int, test: int, seed: int, *, overwrite: bool = False) -> None:
     """Write ``train``, ``valid`` and ``test`` pairs to ``directory``/train.en, ``directory``/train.de, and so on.
 
+    Args:
+        directory: of the files; made if missing.
+        train: pairs of train.en and train.de; ``valid`` and ``test`` likewise.
+        valid: see ``train``.
+        test: see ``train``.
+        seed: of the sentences.
+        overwrite: replaces files of these names. Without it, those that have other content are refused.
+
     Raises:
-        DataError: if a count is negative, the pairs are more than MAX_PAIRS, or ``directory`` cannot be written.
+        DataError: if a count is negative, the pairs are more than MAX_PAIRS, ``directory`` cannot be written, or has
+            other files of these names; then nothing is written.
     """
     counts = dict(zip(SPLITS, (train, valid, test), strict=True))
     for name, count in counts.items():
@@ -195,10 +205,22 @@ def write_sample(directory: Path, train: int, valid: int, test: int, seed: int) 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Held-out pairs come first: they stay the same when more training pairs are asked for.
-        for name in reversed(SPLITS):
-            chosen = list(islice(pairs, counts[name]))
-            for side, language in enumerate(("en", "de")):
-                atomic_write_text(directory / f"{name}.{language}", "".join(f"{pair[side]}\n" for pair in chosen))
+        chosen = {name: list(islice(pairs, counts[name])) for name in reversed(SPLITS)}
+
+        def text_of(path: Path) -> str:
+            return "".join(f"{pair[LANGUAGES.index(path.suffix[1:])]}\n" for pair in chosen[path.stem])
+
+        paths = [directory / f"{name}.{language}" for name in SPLITS for language in LANGUAGES]
+        old = [path for path in paths if path.is_file()]
+        same = {path for path in old if path.read_bytes() == text_of(path).encode("utf-8")}
+        if not overwrite and (others := [path.name for path in old if path not in same]):
+            raise DataError(
+                f"--out must have no other text by the names of the sample, but {directory} has {', '.join(others)}; "
+                "give --overwrite to replace it, or choose another --out"
+            )
+        for path in paths:
+            if path not in same:
+                atomic_write_text(path, text_of(path))
     except OSError as error:
         problem = f"--out must be a writable directory, but {directory} is not ({error.strerror})"
         raise DataError(f"{problem}; choose another") from None

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, option
 
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
@@ -45,6 +45,9 @@ class SourceLines:
         longest_source: most tokens that the model reads, with EOS; None if unlimited.
         strict: True to refuse longer lines, False to cut them.
         warn: False to log nothing, for text that is translated again.
+
+    Attributes:
+        warns: True if it logs warnings.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class SourceLines:
     ) -> None:
         self._tokenizer = tokenizer
         self._unk = tokenizer.vocabulary.source.unk
-        self._longest, self._bound = max_source_tokens, "max_source_tokens"
+        self._longest, self._bound = max_source_tokens, option("max_source_tokens")
         if longest_source is not None and longest_source - 1 < max_source_tokens:
             self._longest, self._bound = longest_source - 1, "all that the model reads"
         self._strict = strict
-        self._warn = warn
+        self.warns = warn
         self._lines = self._tokens = self._unknown = self._cut = 0
         self._first_cut: list[int] = []
         self._warned_of_unknown = False
@@ -81,9 +84,9 @@ class SourceLines:
         if self._strict:
             raise DataError(
                 f"source lines must have {self._longest:,} tokens at most ({self._bound}), but line {self._lines:,} "
-                f"has {len(tokens):,} tokens; split it, or leave out `strict` to translate its beginning"
+                f"has {len(tokens):,} tokens; split it, or leave out {option('strict')} to translate its beginning"
             )
-        if self._warn and self._cut == 0:
+        if self.warns and self._cut == 0:
             logger.warning(
                 "line %s has %s tokens, more than %s (%s): its end is not translated",
                 f"{self._lines:,}",
@@ -99,7 +102,7 @@ class SourceLines:
     def warn_of_unknown(self) -> None:
         """Warn once if many tokens of the lines so far are unknown."""
         few = self._unknown < UNKNOWN_WORTH_A_WARNING * max(1, self._tokens)
-        if not self._warn or self._warned_of_unknown or few:
+        if not self.warns or self._warned_of_unknown or few:
             return
         self._warned_of_unknown = True
         logger.warning(
@@ -113,7 +116,7 @@ class SourceLines:
 
     def warn_of_cuts(self) -> None:
         """Warn at the end of the text if more lines than one were cut, naming the first of them."""
-        if self._warn and self._cut > 1:
+        if self.warns and self._cut > 1:
             logger.warning(
                 "%s of %s lines were cut to %s tokens: lines %s%s",
                 f"{self._cut:,}",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import DecodableModel
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
 
@@ -82,13 +82,18 @@ def translate_lines(
         "nbest": nbest,
         "max_source_tokens": max_source_tokens,
     }
-    problems = [f"{name} must be at least 1, but is {value}" for name, value in numbers.items() if value < 1]
-    if nbest > config.width:
-        width = config.width_setting
+    problems = [
+        f"{option(name)} must be a whole number of at least 1, but is {shown(value)}"
+        for name, value in numbers.items()
+        if not isinstance(value, int) or value < 1
+    ]
+    if isinstance(nbest, int) and nbest > config.width:
+        width = None if config.width_setting is None else option(config.width_setting)
         problems.append(
-            f"nbest must be 1 with search.name={config.name}, but is {nbest}; use another search"
+            f"{option('nbest')} must be 1 with search.name={config.name}, but is {nbest}; use another search"
             if width is None
-            else f"nbest must be at most {width}, which is {config.width}, but is {nbest}; raise {width} to {nbest}"
+            else f"{option('nbest')} must be at most {width}, which is {config.width}, but is {nbest}; "
+            f"raise {width} to {nbest}"
         )
     if problems:
         raise ConfigError(problems)
@@ -150,11 +155,12 @@ def _translate(
         lengths = [len(sources[number]) + 1 for number in filled]
         advance(len(buffer) - len(filled))
         for number, length in zip(filled, lengths, strict=True):
-            if length > max_tokens:
+            if length > max_tokens and reader.warns:
                 logger.warning(
-                    "line %s has %s tokens, more than max_tokens (%s): it is translated in a batch of its own",
+                    "line %s has %s tokens, more than %s (%s): it is translated in a batch of its own",
                     f"{before + number + 1:,}",
                     f"{length:,}",
+                    option("max_tokens"),
                     f"{max_tokens:,}",
                 )
         for bucket in length_buckets(lengths, max_tokens):

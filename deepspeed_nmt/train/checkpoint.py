@@ -38,7 +38,7 @@ from deepspeed_nmt.manifest import (
     read_record,
     write_record,
 )
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -259,5 +259,5 @@ def _reason(error: Exception) -> str:
     """Return a clause about an error."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'its JSON'} is not ({first['msg']})"
+        return f"its content is wrong: {problem_of(first, '.'.join(map(str, first['loc']))).strip()}"
     return str(error) if isinstance(error, DamagedRecordError) else f"it cannot be read ({error})"

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from deepspeed_nmt.console import logger
+from deepspeed_nmt.console import ON_BAR, logger
 from deepspeed_nmt.files import atomic_write_bytes, parse_json
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ class Metrics:
         if self._bar is not None:
             self._bar.update(update - self._bar.n)
             self._bar.set_postfix_str(shown)
-            if "valid/loss" not in values:
-                return
-        logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown)
+        on_bar = self._bar is not None and "valid/loss" not in values
+        logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
 
     def _write(self, update: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"update": update, **values}) + "\n")

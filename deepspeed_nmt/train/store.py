@@ -127,7 +127,7 @@ class CheckpointStore:
                 logger.warning("%s; trying the one before it", error)
                 continue
             if broken:
-                logger.warning("resuming from %s, because %s is damaged", name, " and ".join(broken))
+                logger.warning("using %s, because %s is damaged", name, " and ".join(broken))
             return checkpoint
         if broken:
             raise CheckpointError(

@@ -6,11 +6,13 @@ python launch/docs/tables.py
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import GPUS
 from deepspeed_nmt.recipes import recipes
@@ -96,10 +98,13 @@ def with_table(page: str, table: str) -> str:
 
 def main() -> None:
     """Write the pages."""
-    (DOCS / "configuration.md").write_text(settings_reference(), encoding="utf-8")
+    if not is_installed("softmax", "triton"):  # the plans of the table are those with Triton's kernels
+        sys.exit("Triton must be installed, but is not; run `pip install -r requirements/test.txt`")
+    pages = {"configuration.md": settings_reference()}
     for name, table in (("recipes.md", recipe_table()), ("scale.md", plan_table())):
-        page = DOCS / name
-        page.write_text(with_table(page.read_text(encoding="utf-8"), table), encoding="utf-8")
+        pages[name] = with_table((DOCS / name).read_text(encoding="utf-8"), table)
+    for name, page in pages.items():
+        (DOCS / name).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -226,6 +226,16 @@ def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> 
     assert tables.with_table(page, tables.recipe_table()) == page, "run `python launch/docs/tables.py`"
 
 
+def test_tables_are_not_written_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "launch" / "docs")
+    tables = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "is_installed", lambda *_: False)
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    with pytest.raises(SystemExit, match=r"pip install -r requirements/test\.txt"):
+        tables.main()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_plans_of_a_large_model_are_up_to_date() -> None:
     """Compute the plans in a process without Triton's interpreter, which allocates differently."""
     pytest.importorskip("triton")

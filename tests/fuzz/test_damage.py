@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.run.manifest import data_record, replace_files
+from deepspeed_nmt.run.manifest import DataRecord, replace_files
 from deepspeed_nmt.sample.corpus import write_sample
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.fuzz.damage import damage
@@ -77,7 +77,10 @@ def try_damage(sound: Path, place: Path, seed: int, expected: str, errors: pytes
     shutil.copy(sound / "in", place / "in")
     fingerprint = Checkpoint(sound / "run/checkpoints/update-0000004").run
     assert fingerprint is not None
-    replace_files(place / "run", {"data.json": data_record(str(place / "data"), fingerprint.fingerprint)})
+    replace_files(
+        place / "run",
+        {"data.json": DataRecord(path=str(place / "data"), fingerprint=fingerprint.fingerprint).content()},
+    )
     target = place / rng.choice(["run", "run", "data"])
     done = [damage(target, rng) for _ in range(rng.choice([1, 1, 2]))]
     told = f"seed {seed}: {'; '.join(done)}"

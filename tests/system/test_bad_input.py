@@ -187,7 +187,7 @@ def test_translate_and_average_name_missing_files(
     source = str(data.parent / "text" / "test.en")
     assert "has no average" in refused([*words, source, "--checkpoint", "average"], capsys)
     assert "beam" in refused([*words, source, "--beam", "0"], capsys)
-    assert "length_penalty" in refused([*words, source, "--length-penalty", "long"], capsys)
+    assert "--length-penalty must be gnmt:A" in refused([*words, source, "--length-penalty", "long"], capsys)
     assert "--last must be between 1 and the 1 checkpoints" in refused(
         ["average", "--run", str(run), "--last", "5"], capsys
     )
@@ -245,7 +245,7 @@ def test_missing_manifests_do_not_start_a_new_run(
     second = run / "checkpoints" / "update-0000008" / "manifest.json"
     second.write_text("{}")
     assert main(train_words(data, run, *small, "training.max_updates=9")) == 0
-    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    assert "using update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.unlink()
     assert "all checkpoints in" in refused(train_words(data, run, *small), capsys)

@@ -90,9 +90,9 @@ def test_a_vocabulary_that_nobody_has_is_refused(run: Path, capsys: pytest.Captu
         words += [f"--{split}-source", str(run.parent / "in"), f"--{split}-target", str(run.parent / "in")]
     assert translate(run)[0] == 2 and main(words) == 2
     error = capsys.readouterr().err
+    assert error.count("must be as `train` wrote it") == 2
     assert f"{vocabulary(run)} must be as `train` wrote it, but it has other content than was written" in error
     assert "or bring back the data directory that" in error
-    assert f"the vocabulary of {run} must be as it was written, but vocabulary.model has other content" in error
 
 
 def test_lost_settings_are_restored_and_changed_ones_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +117,13 @@ def test_a_lost_record_of_the_data_is_restored(run: Path, harm: str, capsys: pyt
     assert json.loads(record.read_text())["fingerprint"] == content["fingerprint"]
 
 
+def test_the_place_of_moved_data_is_recorded_when_the_run_is_resumed(run: Path) -> None:
+    data = (run.parent / "data").rename(run.parent / "elsewhere")
+    assert main(["train", "--run", str(run), "--data", str(data), "training.max_updates=4"]) == 0
+    assert json.loads((run / "data.json").read_text())["path"] == str(data.resolve())
+    assert main(["train", "--run", str(run), "training.max_updates=4"]) == 0
+
+
 @pytest.mark.parametrize("harm", ["remove", "flip", "no hash", "schema"])
 def test_a_lost_manifest_is_made_again(run: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, manifest = translate(run), run / "manifest.json"
@@ -134,6 +141,55 @@ def test_a_lost_manifest_is_made_again(run: Path, harm: str, capsys: pytest.Capt
     assert "is compared with its newest checkpoint instead" in capsys.readouterr().err
     assert json.loads(manifest.read_text())["files"] == content["files"]
     assert translate(run) == expected and capsys.readouterr().err.count("instead") == 0
+
+
+def test_without_a_manifest_settings_and_data_are_compared_with_the_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, expected = run / "config.yaml", translate(run)
+    (run / "manifest.json").unlink()
+    (run / "data.json").write_text('{"pa')
+    assert translate(run) == expected and "data.json cannot be read; it is restored" in capsys.readouterr().err
+    (run / "manifest.json").unlink()
+    config.write_text(config.read_text().replace("beam: 2", "beam: 3"))
+    assert translate(run)[0] == 2
+    error = capsys.readouterr().err
+    assert "config.yaml must be as `train` wrote it, but it differs from the settings in the newest" in error
+    config.unlink()
+    assert translate(run) == expected
+
+
+def test_a_run_does_not_take_over_other_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = run.parent / "own"
+    own.mkdir()
+    (own / "config.yaml").write_text("mine: 1\n")
+    checkpoint = run / "checkpoints" / "update-0000004"
+    before = {path: path.read_bytes() for each in (own, checkpoint, run.parent / "data") for path in each.iterdir()}
+    for place in (own, checkpoint, run.parent / "data"):
+        words = ["--data", str(run.parent / "data"), "--run", str(place), *SETTINGS]
+        assert main(["train", *words]) == 2
+        assert f"--run must be a new directory or one made by `train`, but {place} has" in capsys.readouterr().err
+    assert all(path.read_bytes() == content for path, content in before.items())
+    shutil.rmtree(run / "checkpoints")
+    assert train(run, *SETTINGS, "training.max_updates=1") == 0
+    assert "has no checkpoint: training starts from the beginning" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_not_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoints" / "update-0000004"
+    assert main(["translate", "--run", str(checkpoint), "--input", "-", "--output", "-"]) == 2
+    assert f"is one of its checkpoints; give {run} and the checkpoint update-0000004" in capsys.readouterr().err
+
+
+def test_a_refused_start_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", str(run.parent / "data"), "--run", str(run.parent / "new"), "--init-from", "nowhere"]
+    assert main(["train", *words]) == 2 and not (run.parent / "new").exists()
+
+
+def test_moved_data_restores_a_lost_vocabulary(run: Path) -> None:
+    vocabulary(run).unlink()
+    data = (run.parent / "data").rename(run.parent / "elsewhere")
+    assert main(["train", "--run", str(run), "--data", str(data)]) == 0
 
 
 def age(run: Path) -> None:

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.run.manifest import data_record, replace_files
+from deepspeed_nmt.run.manifest import DataRecord, replace_files
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
 from tests.support import ROOT, assert_same, rank_environment, run_ranks
@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
     file = run / "checkpoints" / "update-0000008" / "weights-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert train(data, run, *small) == 0
-    assert "resuming from update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
+    assert "using update-0000004, because update-0000008 is damaged" in capsys.readouterr().err
     assert_same(run, whole)
 
 
@@ -321,7 +321,7 @@ def test_lines_as_long_as_the_training_text_are_translated_whole(whole: Path, tm
     saved = Checkpoint(whole / "checkpoints" / "update-0000012").run
     assert saved is not None and 5 < saved.longest_source == record["longest_source"] < 100
     for longest, expected in ((3000, 3000), (100, 1024)):
-        replace_files(run, {"data.json": data_record(record["path"], record["fingerprint"], longest)})
+        replace_files(run, {"data.json": DataRecord(**{**record, "longest_source": longest}).content()})
         assert Translator.open(run).max_source_tokens == expected
         assert Translator.open([run, whole]).max_source_tokens == 1024, "every run of an ensemble reads it"
     replace_files(run, {"data.json": json.dumps({key: record[key] for key in ("path", "fingerprint")}).encode()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.console import log_to, logger, setup_logging
+from deepspeed_nmt.console import log_to, logger, report, setup_logging
 from tests.support import ROOT
 
 CLOSED = """
@@ -75,3 +76,10 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     error = capsys.readouterr().err
     assert error.count("/dev/full could not be written (No space left on device)") == 1
     assert "one\n" in error and "two\n" in error and "Traceback" not in error
+
+
+def test_a_read_only_file_system_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    assert report(OSError(errno.EROFS, "Read-only file system", "RO/.lock")) == 1
+    said = capsys.readouterr().err
+    assert "Read-only file system ('RO/.lock'); make it writable, or work with a copy of it" in said

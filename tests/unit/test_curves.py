@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.console import setup_logging
+from deepspeed_nmt.console import log_to, setup_logging
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.curves import METRICS_FILE, RunCurves
 from deepspeed_nmt.evaluate.picture import check_picture
@@ -90,6 +90,20 @@ def test_a_full_disk_at_the_end_is_reported(tmp_path: Path, capsys: pytest.Captu
     with Metrics(tmp_path, True, 0, 9) as metrics:
         metrics.log(1, {"valid/bleu": 1.0})
     assert capsys.readouterr().err.count("metrics could not be written") == 1
+
+
+def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging()
+    log_to(tmp_path / "log")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Metrics(tmp_path, True, 0, 9) as metrics:
+        metrics.log(1, {"train/loss": 5.0})
+        metrics.log(2, {"valid/loss": 4.0})
+    console, log = capsys.readouterr().err, (tmp_path / "log").read_text()
+    assert "update 1/9: loss 5.000" in log and "update 2/9: valid loss 4.000" in log
+    assert "update 1/9" not in console and "update 2/9" in console
 
 
 @pytest.mark.parametrize("name", ["out.png", "out.SVG", "a.b.pdf"])

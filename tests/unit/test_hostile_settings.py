@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,28 @@ def test_a_gpu_that_is_missing_is_not_replaced_by_the_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--device is cuda, but torch finds no GPU; use cpu"):
+    with pytest.raises(ConfigError, match="`device` is cuda, but torch finds no GPU; use cpu"):
         Translator.open("RUN", device="cuda")
-    with pytest.raises(ConfigError, match="--device must be auto, cpu or cuda, but is 'gpu'"):
+    with pytest.raises(ConfigError, match="`device` must be auto, cpu or cuda, but is 'gpu'"):
         Translator.open("RUN", device="gpu")
     assert main(["translate", "--run", "RUN", "--device", "cuda", "--input", __file__, "--output", "-"]) == 2
     assert "--device is cuda, but torch finds no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "problem"),
+    [
+        (5, {}, "`run` must be a run directory or several, but is 5"),
+        (["A", None], {}, "`run` must be a run directory or several, but is None"),
+        ("A", {"checkpoint": None}, "`checkpoint` must be best, last, average, or a path, but is None"),
+        ("A", {"exit": 5}, "`exit` must be the name of an exit, but is 5"),
+        ("A", {"decoder_layers": "6"}, "`decoder_layers` must be a whole number, but is '6'"),
+        ("A", {}, "`run` must be a directory made by `train`, but A does not exist"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(run: Any, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        Translator.open(run, **options)
 
 
 def test_repetitions_count_as_layers() -> None:

@@ -75,6 +75,8 @@ def test_text_files_to_data_directory(texts: dict[str, Any], tmp_path: Path) -> 
     directory.verify_hashes()
     assert directory.meta == meta
     assert _left_behind(tmp_path) == ["data"]
+    shown = report(meta, CleaningConfig(), texts["out"])
+    assert f"\ntest            {meta.splits['valid'].pairs:>12}  copied as it is\n" in shown
     assert meta.vocabulary_size == 120
     assert meta.pairs_read == meta.splits["train"].pairs == len(SOURCE)
     assert set(meta.removed) == {reason.value for reason in Reason}
@@ -341,9 +343,21 @@ def test_full_disk(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("deepspeed_nmt.data.corpus._SideWriter.append", full)
-    with pytest.raises(DataError, match=r"could not be written .*No space left on device.*free disk space"):
+    with pytest.raises(
+        DataError, match=r"could not be written .*No space left on device.*as it was before; free disk space"
+    ):
         _prepare(texts)
     assert _left_behind(tmp_path) == []
+
+
+def test_a_mount_point_is_refused_before_the_text_is_read(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts["out"].mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == texts["out"].resolve())
+    monkeypatch.setattr("deepspeed_nmt.data.prepare.inspect_inputs", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(DataError, match="is a mount point; give a directory inside it"):
+        _prepare(texts)
 
 
 def test_preparing_again_does_nothing(
@@ -612,7 +626,8 @@ def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.Captu
     assert cli.main(_arguments(texts, "--threads", "1")) == 0
     text = capsys.readouterr().out
     assert "training pairs kept" in text
-    assert "120 tokens (SentencePiece)" in text
+    assert "120 tokens (SentencePiece, normalization nfkc)" in text
+    assert "\ntest " not in text
     assert cli.main(_arguments(texts, "--max-length", "0", "--max-ratio", "0.5")) == EXIT_USER_ERROR
     message = capsys.readouterr().err
     assert "2 settings are wrong" in message

@@ -258,6 +258,24 @@ def test_write_sample_refuses_impossible_counts_and_directories(tmp_path: Path) 
             write_sample(directory, 1, 1, 1, seed=1)
 
 
+def test_text_of_the_user_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sample-data", "--out", str(tmp_path), "--train", "3", "--valid", "2", "--test", "1"]
+    assert cli.main(command) == 0
+    (sample := tmp_path / "train.en").chmod(0o400)
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert cli.main(command) == 0, "the same content"
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+    (mine := tmp_path / "valid.de").write_text("Meins.\n")
+    sample.unlink()
+    capsys.readouterr()
+    assert cli.main(command) == 2
+    assert f"but {tmp_path} has valid.de; give --overwrite to replace it" in capsys.readouterr().err
+    assert mine.read_text() == "Meins.\n" and not sample.exists(), "nothing is written"
+    assert cli.main([*command, "--overwrite"]) == 0
+    assert mine.read_text() != "Meins.\n" and sample.exists()
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "data"
     assert cli.main(["sample-data", "--out", str(out), "--train", "50", "--valid", "5", "--test", "0"]) == 0

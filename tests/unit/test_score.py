@@ -359,3 +359,11 @@ def test_several_hypotheses_are_compared_with_the_first(
     assert second["comparison"]["difference"] == pytest.approx(100.0 - first["bleu"]["score"])
     assert main(words) == 0
     assert f"BLEU against {files['--hypothesis']}: +" in capsys.readouterr().out
+
+
+def test_a_hypothesis_given_twice_is_scored_twice(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = files["--hypothesis"]
+    assert main(["score", "--hypothesis", name, name, "--reference", files["--reference"], "--json"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert second["hypothesis"] == name and second["bleu"] == first["bleu"]
+    assert second["comparison"]["difference"] == 0.0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import counting, logger, setup_logging
 from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
@@ -159,12 +161,12 @@ def test_a_very_long_line_is_cut_and_the_others_counted(
     lines = ["ab", "e" * 60_000, "cd", *["f" * 30] * 6]
     list(translate_lines(model, Letters(), lines, BeamConfig(beam=2, max_length_ratio=0.0), buffer_lines=3))
     assert shapes[0] == (3, 1025), "its beginning and EOS"
-    assert warnings == ["line 2 has 60,000 tokens, more than 1,024 (max_source_tokens): its end is not translated"]
+    assert warnings == ["line 2 has 60,000 tokens, more than 1,024 (`max_source_tokens`): its end is not translated"]
     warnings.clear()
     cut = list(translate_lines(model, Letters(), lines[2:], CONFIG, buffer_lines=3, max_source_tokens=20))
     assert same(cut[1], next(translate_lines(model, Letters(), ["f" * 20], CONFIG)))
     assert warnings == [
-        "line 2 has 30 tokens, more than 20 (max_source_tokens): its end is not translated",
+        "line 2 has 30 tokens, more than 20 (`max_source_tokens`): its end is not translated",
         "6 of 7 lines were cut to 20 tokens: lines 2, 3, 4, 5, 6, ...",
     ]
 
@@ -181,7 +183,9 @@ def test_strict_refuses_a_long_line_when_it_is_read(model: TranslationModel) -> 
         model, Letters(), ["ab", "cd", "e" * 9], CONFIG, buffer_lines=2, max_source_tokens=8, strict=True
     )
     assert len([next(found), next(found)]) == 2
-    with pytest.raises(DataError, match=r"8 tokens at most \(max_source_tokens\), but line 3 has 9 tokens; split it"):
+    with pytest.raises(
+        DataError, match=r"8 tokens at most \(`max_source_tokens`\), but line 3 has 9 tokens; split it"
+    ):
         next(found)
 
 
@@ -215,8 +219,31 @@ def test_invalid_numbers_are_reported_together_before_reading(model: Translation
     with pytest.raises(ConfigError) as error:
         translate_lines(model, Letters(), lines, CONFIG, max_tokens=0, buffer_lines=-1, nbest=4, max_source_tokens=0)
     assert len(error.value.problems) == 4
-    assert "raise beam to 4" in str(error.value)
+    assert "raise `beam` to 4" in str(error.value)
     assert list(lines) == ["a"]
+    with options_as_typed(), pytest.raises(ConfigError) as error:
+        translate_lines(model, Letters(), lines, CONFIG, max_tokens="x", nbest=4)  # type: ignore[arg-type]
+    assert error.value.problems == [
+        "--max-tokens must be a whole number of at least 1, but is 'x'",
+        "--nbest must be at most --beam, which is 3, but is 4; raise --beam to 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sentences", "problem"),
+    [
+        ("Dog.", "a list of sentences, but is one string; put it into a list"),
+        (b"Dog.", "a list of sentences, but is one string"),
+        (5, "a list of sentences, but is 5"),
+        ([None], "a list of strings, but is None"),
+        (["Dog.", b"x"], "a list of strings, but is b'x'"),
+    ],
+)
+def test_what_is_no_list_of_sentences_is_refused(model: TranslationModel, sentences: Any, problem: str) -> None:
+    translator = Translator(model, Letters(), CONFIG, torch.device("cpu"))  # type: ignore[arg-type]
+    for read in (translator.translate, translator.check):
+        with pytest.raises(ConfigError, match=f"^`sentences` must be {problem}"):
+            read(sentences)
 
 
 def test_pad_sources() -> None:

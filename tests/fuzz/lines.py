@@ -1,0 +1,209 @@
+"""Random command lines, drawn from the parsers of the commands."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from deepspeed_nmt.cli import _parser
+from deepspeed_nmt.recipes import recipes, sweeps
+from tests.fuzz.configurations import words
+
+FILES = ["text/train.en", "text/train.de", "text/valid.en", "text/valid.de", "text/test.en", "text/test.de"]
+DIRECTORIES = ["run", "data", "text", "new", "empty"]
+STRANGE_PATHS = [
+    *(
+        "none",
+        "none/none",
+        "empty-file",
+        "noise",
+        "pipe",
+        "/dev/null",
+        "/dev/zero/x",
+        "-",
+        "",
+        ".",
+        "run/..",
+    ),
+    *(
+        "x" * 256,
+        "y" * 5000,
+        "text/" + "z" * 256,
+        "a/b/c/new",
+        "new.png",
+        "new.svg",
+        "data/meta.json",
+        "run/config.yaml",
+    ),
+    *(
+        "run/checkpoints",
+        "run/checkpoints/update-0000002",
+        "loop",
+        "dangling",
+        "text/train.en/x",
+        "ü\u2028\n\t.txt",
+        " ",
+    ),
+    *(
+        "run/",
+        "./run",
+        "data/../data",
+        "\udcff",
+        "a\x1b[31m",
+        "--",
+        "-x",
+        "hf:none",
+        "hf:",
+        "hf:a,b,c",
+        "*",
+        "'",
+        "new.exe",
+    ),
+]
+"""Paths that are missing, of the wrong kind, or badly named; see `furnish`."""
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "100",
+    "1000",
+    "0.5",
+    "1e-9",
+    "1e3",
+    "1e400",
+    "-0.0",
+    "nan",
+    "inf",
+    "-inf",
+    "x",
+    "",
+]
+NUMBERS += [
+    " 1 ",
+    "1_0",
+    "0x10",
+    "٣",
+    "½",
+    "1,2",
+    str(2**31),
+    str(2**63),
+    str(10**12),
+    "9" * 30,
+    "9" * 5000,
+    "-" + "9" * 30,
+]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, or one of its kinds, and its arguments."""
+
+    words: tuple[str, ...]
+    actions: Sequence[argparse.Action]
+
+
+def commands(parser: argparse.ArgumentParser | None = None, words: tuple[str, ...] = ()) -> Iterator[Command]:
+    """All commands, and the kinds of those that have several."""
+    parser = parser or _parser(None)
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not nested:
+        yield Command(words, [each for each in parser._actions if not isinstance(each, argparse._HelpAction)])
+    for action in nested:
+        for name, below in action.choices.items():
+            yield from commands(below, (*words, name))
+
+
+COMMANDS = list(commands())
+SOUND = {
+    ("sample-data",): "--out new --train 30 --valid 3 --test 3",
+    ("prepare",): "--train-source text/train.en --train-target text/train.de --valid-source text/valid.en "
+    "--valid-target text/valid.de --out new --vocab-size 400",
+    ("train",): "--data data --run new",
+    ("translate",): "--run run --input text/valid.en --output out.txt",
+    ("score",): "--hypothesis text/valid.de --reference text/valid.de",
+    ("average",): "--run run --last 1",
+    ("plan",): "--recipe sample_small",
+    ("report", "collapse"): "run",
+    ("report", "depths"): "--run run --input text/valid.en --reference text/valid.de",
+}
+"""Arguments with which a command ends well. What follows can override them."""
+
+
+def paths(action: argparse.Action) -> SearchStrategy[str]:
+    """Paths, mostly of the kind that an option needs."""
+    name = action.dest
+    if action.metavar == "F":
+        likely = ["out.txt", "out.png", "text/valid.en", "/dev/full"] if name in ("out", "output") else FILES
+    elif name == "out":
+        likely = ["new", "data", "empty"]
+    elif name in ("run", "runs", "init_from", "grow_from"):
+        likely = ["run", "run", "new"]
+    else:
+        likely = ["data", "run"] if name in ("data", "vocab_from", "like") else DIRECTORIES
+    return _mostly(
+        st.sampled_from(likely), st.sampled_from([*FILES, *DIRECTORIES, *STRANGE_PATHS]) | st.text(max_size=5)
+    )
+
+
+def values(action: argparse.Action) -> SearchStrategy[str]:
+    """Values of an option, mostly sound ones."""
+    if action.metavar == "key=value":
+        return words().flatmap(st.sampled_from)
+    if action.choices is not None:
+        return _mostly(st.sampled_from(list(action.choices)), st.text(max_size=5))
+    if action.type in (int, float):
+        usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "400"]
+        return _mostly(
+            st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS)
+        )
+    if action.type is Path or action.metavar == "F":
+        return paths(action)
+    told = [word.replace(":A", ":0.6") for word in re.findall(r"[\w:.,-]*\w", action.help or "")]
+    named = {"recipe": recipes(), "sweep": sweeps(), "gpu": ["v100-32g", "x:1", "x:-1", "x:nan", "x:1e400"]}
+    sound = named.get(action.dest, [*told, "400", "200,300"])
+    return _mostly(st.sampled_from(sound), st.sampled_from(NUMBERS + STRANGE_PATHS) | st.text(max_size=8))
+
+
+def _mostly(sound: SearchStrategy[str], strange: SearchStrategy[str]) -> SearchStrategy[str]:
+    return st.sampled_from([*[sound] * 9, strange]).flatmap(lambda chosen: chosen)
+
+
+@st.composite
+def arguments(draw: st.DrawFn, action: argparse.Action) -> list[str]:
+    """An option with its values, or positional values."""
+    option = [draw(st.sampled_from(list(action.option_strings)))] if action.option_strings else []
+    if action.nargs == 0:
+        return option
+    several = action.nargs in ("+", "*")
+    if action.dest in ("out", "output"):  # nobody reads from the pipe
+        drawn = values(action).map(lambda value: value.replace("pipe", "new"))
+    else:
+        drawn = values(action)
+    given = draw(st.lists(drawn, min_size=int(several), max_size=3)) if several else [draw(drawn)]
+    if option and len(given) == 1 and draw(st.integers(0, 3)) == 0:
+        return [f"{option[0]}={given[0]}"]
+    return [*option, *given]
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> list[str]:
+    """A command line: most of the required arguments, and some others, some of them twice."""
+    command = draw(st.sampled_from(COMMANDS))
+    sound = SOUND.get(command.words, "").split() if draw(st.integers(0, 3)) else []
+    needed = [action for action in command.actions if action.required or not action.option_strings]
+    chosen = [] if sound else [action for action in needed if draw(st.integers(0, 19))]
+    chosen += draw(st.lists(st.sampled_from(command.actions), max_size=4))
+    line = [*command.words, *sound, *(word for action in chosen for word in draw(arguments(action)))]
+    if draw(st.integers(0, 19)) == 0:
+        line.insert(
+            draw(st.integers(0, len(line))), draw(st.sampled_from(["--help", "--version", "--", "-", "--x", "x"]))
+        )
+    return [word.replace("\0", "") for word in line]  # an argument of a process has none

@@ -1,0 +1,78 @@
+"""Every configuration ends in a plan, in a trained update, or in a sentence."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.recipes import recipes
+from tests.fuzz.configurations import case_words, words, yaml_files
+from tests.fuzz.exploring import explore, explore_for
+from tests.fuzz.program import run_program
+
+GPUS = [None, None, "v100-32g", "h100-80g", "x:1"]
+SMALL = ["training.max_updates=1", "engine.device=cpu", "validation.max_sentences=2", "search={}"]
+
+
+def plans(named: Sequence[str] = ("sample_small",)) -> st.SearchStrategy[tuple[str, list[str], str | None]]:
+    """Recipes, words of settings, and GPUs."""
+    names = st.integers(0, 9).flatmap(lambda n: st.just("sample_small") if n else st.sampled_from(named))
+    return st.tuples(names, words(), st.sampled_from(GPUS))
+
+
+def check_plan(place: Path, case: tuple[str, list[str], str | None]) -> None:
+    """Plan a run with these settings."""
+    recipe, chosen, gpu = case
+    options = [] if gpu is None else ["--gpu", gpu]
+    run_program(["plan", "--recipe", recipe, "--vocab-size", "100", *options, *chosen], place)
+
+
+def check_file(place: Path, content: bytes) -> None:
+    """Read a YAML file, and plan the run if it is sound."""
+    file = place / "settings.yaml"
+    file.write_bytes(content)
+    said = f"{content!r}"
+    outcome = run_program(["train", "--config", "settings.yaml", "--data", "none", "--run", "run"], place, named=said)
+    assert outcome.status == 2, said
+    try:
+        config = load_config(file=file)
+    except ConfigError:
+        return
+    everything = case_words(config.model_dump(mode="json"))
+    run_program(["plan", "--recipe", "sample_small", "--vocab-size", "100", *everything], place, named=said)
+
+
+def check_training(tiny: Path, place: Path, chosen: list[str]) -> None:
+    """Train one update with these settings."""
+    shutil.rmtree(place / "run", ignore_errors=True)
+    run_program(["train", "--data", str(tiny / "data"), "--run", "run", *chosen, *SMALL], place, ["run"])
+
+
+def test_words(place: Path) -> None:
+    explore(lambda case: check_plan(place, case), plans(), 30)
+
+
+def test_files(place: Path) -> None:
+    explore(lambda content: check_file(place, content), yaml_files(), 60)
+
+
+def test_training(tiny: Path, place: Path) -> None:
+    explore(lambda chosen: check_training(tiny, place, chosen), words(tame=True), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_configurations_for_fifteen_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = {
+        "words": explore_for(300.0, lambda case: check_plan(place, case), plans(recipes())),
+        "files": explore_for(300.0, lambda content: check_file(place, content), yaml_files()),
+        "training": explore_for(300.0, lambda chosen: check_training(tiny, place, chosen), words(tame=True)),
+    }
+    with capsys.disabled():
+        print(f"configurations tried: {done}")  # noqa: T201
