@@ -72,6 +72,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.directory import LOGS, begin
     from deepspeed_nmt.run.environment import environment, summary
     from deepspeed_nmt.run.lock import RunLock
+    from deepspeed_nmt.run.resolve import check_ranks_agree
     from deepspeed_nmt.run.trainer import Job, train_run
 
     with once_per_host():
@@ -89,10 +90,13 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         torch.use_deterministic_algorithms(True)  # takes seconds: it imports the compiler
     lock = None
     try:
+        check_ranks_agree(config, data, world)
         with fail_together(world):
             if world.is_main:
                 lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
+            if world.local_rank == 0:  # a host may have a copy of its own
                 data.verify_hashes()
+            if world.is_main:
                 begin(arguments.run, config, data)
         with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import sum_over_ranks
+from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import Gpu
@@ -102,6 +103,33 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
     return ResolvedRun(config, vocabulary, engine, recompute, kernels, backends)
+
+
+def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> None:
+    """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
+
+    Args:
+        config: settings that this rank has read.
+        data: data that this rank has opened.
+        world: the ranks, which call it together.
+
+    Raises:
+        ConfigError: if settings differ, naming their sections.
+        DataError: if the data differs.
+    """
+    own: dict[str, Any] = {"settings": config.model_dump(mode="json"), "data": data.fingerprint}
+    main = from_main(own, world)
+    with fail_together(world):
+        if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
+            raise ConfigError(
+                f"all ranks must have the same settings, but this one differs from rank 0 in {', '.join(differing)}; "
+                "start all of them with the same command and files"
+            )
+        if own["data"] != main["data"]:
+            raise DataError(
+                f"all ranks must have the same data, but {data.path} is not the data of rank 0 here; copy that to "
+                "this host"
+            )
 
 
 def make_planner(

@@ -42,6 +42,8 @@ from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
+_UNREADABLE = (OSError, SafetensorError, RuntimeError)
+"""Errors of files that cannot be read; torch, which maps them for safetensors, raises a RuntimeError."""
 
 
 class RunRecord(Config):
@@ -126,7 +128,7 @@ class Checkpoint:
                 "weights": self._locate(self._manifest.weights),
                 "moments": self._locate(self._manifest.moments),
             }
-        except (ValidationError, OSError, SafetensorError, DamagedRecordError) as error:
+        except (ValidationError, DamagedRecordError, *_UNREADABLE) as error:
             raise CheckpointError(f"{path} must be a checkpoint of this program, but {_reason(error)}") from error
         if verify and not hashed:
             self._adopt()
@@ -236,7 +238,7 @@ class Checkpoint:
         try:
             with safe_open(self._where[kind][name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+        except _UNREADABLE as error:
             if not self.path.exists():
                 raise CheckpointError(
                     f"{self.path} must stay while it is read, but was removed, as `train` does with old ones; start "

@@ -92,6 +92,33 @@ def test_only_one_rank_reports_an_error_common_to_all(data: Path, tmp_path: Path
     said("valid.target has other content than was written")
 
 
+@pytest.mark.parametrize("what", ["data", "settings"])
+def test_hosts_with_other_files_are_refused(data: Path, tmp_path: Path, small: list[str], what: str) -> None:
+    text, config, other = data.parent / "text", tmp_path / "config-0.yaml", tmp_path / "data-1"
+    sides = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
+    pairs = [
+        word
+        for pair in zip(sides, 2 * [str(text / "valid.en"), str(text / "valid.de")], strict=True)
+        for word in pair
+    ]
+    assert main(["prepare", "--out", str(other), "--vocab-from", str(data), *pairs]) == 0
+    (tmp_path / "data-0").symlink_to(data)
+    config.write_text("training: {log_every: 4}")
+    (tmp_path / "config-1.yaml").write_text("training: {log_every: 2}")
+    # Each rank sees the files of its host, which a shell chooses by the rank.
+    settings = [each for each in small if not each.startswith("training.log_every")]
+    words = train_words(tmp_path / ("data-RANK" if what == "data" else "data-0"), tmp_path / "run", *settings)
+    words += ["--config", str(tmp_path / ("config-RANK.yaml" if what == "settings" else "config-0.yaml"))]
+    (tmp_path / "host.py").write_text(
+        "import os, sys\nfrom deepspeed_nmt.cli import main\n"
+        "sys.exit(main([word.replace('RANK', os.environ['RANK']) for word in sys.argv[1:]]))\n"
+    )
+    outputs = run_ranks([str(tmp_path / "host.py"), *words], 2, tmp_path, timeout=60, status=2)
+    assert f"all ranks must have the same {what}, but" in outputs[1] and not (tmp_path / "run").exists()
+    if what == "settings":
+        assert "differs from rank 0 in training;" in outputs[1]
+
+
 def test_nan_is_skipped_then_rolled_back_then_stops_the_run(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -397,12 +397,22 @@ def test_a_best_checkpoint_that_is_removed_while_it_is_opened(
     assert store.open("best").progress.update == 3
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(store: CheckpointStore) -> None:
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(store, 1)
     checkpoint = newest(store)
+    with monkeypatch.context() as system:
+        system.setattr(torch.UntypedStorage, "from_file", _unable)
+        with pytest.raises(CheckpointError, match=r"must be readable, but is not \(unable to open file"):
+            checkpoint.weights()
     shutil.rmtree(checkpoint.path)
     with pytest.raises(CheckpointError, match="must stay while it is read, but was removed"):
         checkpoint.weights()
+
+
+def _unable(*_: object, **__: object) -> None:
+    raise RuntimeError("unable to open file in read-only mode")
 
 
 def test_a_pipe_in_place_of_a_manifest_does_not_block(store: CheckpointStore) -> None:
