@@ -28,6 +28,8 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 26
+"""Bound of a line of text, far above any sentence: a device can be one line without an end."""
 _NOT_PLAIN = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
     b"BZh": ("compressed with bzip2", "bunzip2 -k"),
@@ -128,12 +130,33 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
         name: of the stream, for messages.
 
     Raises:
-        DataError: if the stream is compressed or UTF-16.
+        DataError: if the stream is compressed or UTF-16, or a line has no end.
+    """
+    for line in raw_lines(stream, name):
+        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+
+
+def raw_lines(stream: BufferedReader[Any], name: Path | str) -> Iterator[bytes]:
+    """Yield lines of text with their ends, and without a byte order mark at the beginning.
+
+    Args:
+        stream: to read.
+        name: of the stream, for messages.
+
+    Raises:
+        DataError: if the stream is compressed or UTF-16, or a line has more than :data:`MAX_LINE_BYTES`.
     """
     check_plain(stream, name)
     skip_byte_order_mark(stream, name)
-    for line in stream:
-        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{shown_name(name)} must have one sentence a line, but line {number:,} has more than "
+                f"{MAX_LINE_BYTES >> 20} MiB; check the path"
+            )
+        yield line
 
 
 def sync_directory(path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from deepspeed_nmt import files
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.files import (
     atomic_text_writer,
     atomic_write_text,
@@ -321,3 +322,14 @@ def test_a_removed_directory_is_gone_at_once(tmp_path: Path, monkeypatch: pytest
 def test_deep_nesting_is_no_json() -> None:
     with pytest.raises(ValueError, match="the nesting is too deep"):
         parse_json("[" * 200_000)
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    message = "/dev/zero must have one sentence a line, but line 1 has more than 1 MiB"
+    with pytest.raises(DataError, match=message):
+        read_sentences("/dev/zero")
+    with open_text("/dev/zero") as stream, pytest.raises(DataError, match=message):
+        list(text_lines(stream, "/dev/zero"))
+    (tmp_path / "text").write_text("a\nb")
+    assert read_sentences(str(tmp_path / "text")) == ["a", "b"]
