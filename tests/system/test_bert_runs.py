@@ -93,7 +93,7 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
         assert main([*words, "--run", str(run)]) == 2
         assert "predicts masked tokens; give it alone" in capsys.readouterr().err
         assert main([*words, "--nbest", "7"]) == 2
-        assert "raise length_beam to 7" in capsys.readouterr().err
+        assert "raise --length-beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
     assert main([*words, *wrong]) == 2
     assert f"{wrong[0]} is no option of search.name=" in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_mismatched_data_and_berts_are_refused(
     prepare[4] = f"hf:{bare}"
     assert "lacks a vocabulary (vocab.txt or tokenizer.json)" in refused(prepare)
     prepare[4] = "bert-base-uncased"
-    assert "--tokenizer must be hf:BERT or hf:BERT,BERT, but is bert-base-uncased" in refused(prepare)
+    assert "--tokenizer must be hf:BERT or hf:BERT,BERT, but is 'bert-base-uncased'" in refused(prepare)
     assert not (tmp_path / "data").exists()
 
 
