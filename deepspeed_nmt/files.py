@@ -28,6 +28,9 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
+_TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
+_TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
+"""Names of temporary files."""
 _NOT_PLAIN = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
     b"BZh": ("compressed with bzip2", "bunzip2 -k"),
@@ -314,7 +317,8 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
             yield file
         return
     path = resolved(path)
-    _remove_orphans(path)
+    for orphan in hidden_beside(path, _TEMPORARY_END):
+        _remove_orphan(orphan)
     old = path.stat() if path.is_file() else None
     temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)
     try:
@@ -357,17 +361,26 @@ def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file for ``path`` and lock it, and return its path and descriptor."""
     while True:
         temporary = hidden(path, f"{uuid.uuid4().hex[:8]}.tmp")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-        with suppress(OSError):  # a file system without locks, where orphans stay
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return temporary, descriptor
+        try:
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            with suppress(OSError):  # a file system without locks, where orphans stay
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return temporary, descriptor
+        except BaseException:  # such as a signal
+            temporary.unlink(missing_ok=True)
+            raise
         os.close(descriptor)  # taken for an orphan, and removed, before it was locked
 
 
-def _remove_orphans(path: Path) -> None:
-    """Remove the temporary files of ``path`` whose processes have ended."""
-    for temporary in hidden_beside(path, r"[0-9a-f]{8}\.tmp"):
-        with suppress(OSError), temporary.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
+def remove_orphans(directory: Path) -> None:
+    """Remove the temporary files in a directory whose processes have ended."""
+    for temporary in directory.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(temporary.name):
+            _remove_orphan(temporary)
+
+
+def _remove_orphan(temporary: Path) -> None:
+    with suppress(OSError), temporary.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()

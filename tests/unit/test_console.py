@@ -88,3 +88,9 @@ def test_a_read_only_file_system_has_a_remedy(capsys: pytest.CaptureFixture[str]
 def test_python_without_docstrings() -> None:
     done = shell('"$0" -OO -c "$@"', FULL, "--version")
     assert done.returncode == 0 and done.stdout.startswith(b"deepspeed-nmt ")
+
+
+def test_an_error_that_names_a_descriptor(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    assert report(OSError(errno.EDQUOT, "Disk quota exceeded", 5)) == 1
+    assert "error: Disk quota exceeded; free some space" in capsys.readouterr().err
