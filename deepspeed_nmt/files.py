@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 import uuid
@@ -31,6 +30,8 @@ _BLOCK_BYTES = 1 << 20
 _TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
 _TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
 """Names of temporary files."""
+MAX_LINE_BYTES = 1 << 26
+"""Bound of a line of text, far above any sentence: a device can be one line without an end."""
 _NOT_PLAIN = {
     b"\x1f\x8b": ("compressed with gzip", "gunzip -k"),
     b"BZh": ("compressed with bzip2", "bunzip2 -k"),
@@ -131,12 +132,33 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
         name: of the stream, for messages.
 
     Raises:
-        DataError: if the stream is compressed or UTF-16.
+        DataError: if the stream is compressed or UTF-16, or a line has no end.
+    """
+    for line in raw_lines(stream, name):
+        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+
+
+def raw_lines(stream: BufferedReader[Any], name: Path | str) -> Iterator[bytes]:
+    """Yield lines of text with their ends, and without a byte order mark at the beginning.
+
+    Args:
+        stream: to read.
+        name: of the stream, for messages.
+
+    Raises:
+        DataError: if the stream is compressed or UTF-16, or a line has more than :data:`MAX_LINE_BYTES`.
     """
     check_plain(stream, name)
     skip_byte_order_mark(stream, name)
-    for line in stream:
-        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(
+                f"{shown_name(name)} must have one sentence a line, but line {number:,} has more than "
+                f"{MAX_LINE_BYTES >> 20} MiB; check the path"
+            )
+        yield line
 
 
 def sync_directory(path: Path) -> None:
@@ -187,52 +209,6 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except RuntimeError as error:  # of Python before 3.13
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
-
-
-def replace_directory(path: Path, new: Path) -> None:
-    """Move a directory to ``path``, and remove the one that was there.
-
-    If ``path`` is a symbolic link, it is replaced, and what it leads to stays.
-
-    Args:
-        path: which need not exist.
-        new: the directory to move.
-
-    Raises:
-        OSError: if it cannot be moved; ``path`` is then unchanged.
-    """
-    old = hidden(path, "old.tmp")
-    remove(old)
-    replaces = path.is_symlink() or path.is_dir()
-    try:
-        if replaces:
-            path.rename(old)
-        new.rename(path)
-    finally:
-        if replaces and not path.exists():
-            old.rename(path)
-        remove(old)
-
-
-def remove_directory(path: Path) -> None:
-    """Remove a directory, or the symbolic link that leads to it; errors are ignored.
-
-    It is renamed first, so that a process that is killed does not leave a part of it under its name.
-    """
-    old = hidden(path, "old.tmp")
-    remove(old)
-    with suppress(OSError):
-        path.rename(old)
-        remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink()
 
 
 def hidden(path: Path, suffix: str) -> Path:

@@ -17,7 +17,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
-from deepspeed_nmt.files import check_plain, open_text, shown_name, skip_byte_order_mark
+from deepspeed_nmt.files import open_text, raw_lines, shown_name
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -70,9 +70,7 @@ def read_sentences(name: str) -> list[str]:
         DataError: if the file cannot be read, is compressed, not UTF-8, or empty.
     """
     with open_text(name) as stream:
-        check_plain(stream, name)
-        skip_byte_order_mark(stream, name)
-        data = stream.read()
+        data = b"".join(raw_lines(stream, name))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt import files
+from deepspeed_nmt.directories import remove_directory, replace_directory
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.files import (
     atomic_text_writer,
     atomic_write_text,
     hidden,
     open_text,
     parse_json,
-    remove_directory,
     remove_orphans,
-    replace_directory,
     text_lines,
 )
 from deepspeed_nmt.locks import exclusive
@@ -342,3 +342,14 @@ def test_orphans_of_any_file_go_and_others_stay(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         remove_orphans(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {living.name, ".mine.tmp", "a.0123abcd.tmp"}
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1 << 20)
+    message = "/dev/zero must have one sentence a line, but line 1 has more than 1 MiB"
+    with pytest.raises(DataError, match=message):
+        read_sentences("/dev/zero")
+    with open_text("/dev/zero") as stream, pytest.raises(DataError, match=message):
+        list(text_lines(stream, "/dev/zero"))
+    (tmp_path / "text").write_text("a\nb")
+    assert read_sentences(str(tmp_path / "text")) == ["a", "b"]
