@@ -30,7 +30,8 @@ _SETTING = re.compile(r"[\w.]+=")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepspeed-nmt", description=__doc__.splitlines()[0])
+    first_line = (__doc__ or "").partition("\n")[0]  # `python -OO` removes docstrings
+    parser = argparse.ArgumentParser(prog="deepspeed-nmt", description=first_line)
     parser.add_argument("--version", action="version", version=f"deepspeed-nmt {__version__}")
     # The deepspeed launcher passes this option; the local rank is read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

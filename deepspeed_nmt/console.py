@@ -148,7 +148,8 @@ def report(error: Exception) -> int:
         logger.error("stopped: %s", error)
         return 1
     assert isinstance(error, OSError)
-    where = f" ({shown(os.fsdecode(error.filename))})" if error.filename else ""
+    named = isinstance(error.filename, (str, bytes)) and error.filename  # it may be a descriptor
+    where = f" ({shown(os.fsdecode(error.filename))})" if named else ""
     hint = _HINTS.get(error.errno or 0, "")
     logger.error("error: %s%s%s", error.strerror or error, where, hint)
     return EXIT_USER_ERROR if error.errno == errno.ENAMETOOLONG else 1

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 import uuid
@@ -28,6 +27,9 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 _BLOCK_BYTES = 1 << 20
+_TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
+_TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
+"""Names of temporary files."""
 MAX_LINE_BYTES = 1 << 26
 """Bound of a line of text, far above any sentence: a device can be one line without an end."""
 _NOT_PLAIN = {
@@ -209,52 +211,6 @@ def resolved(path: Path) -> Path:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
-def replace_directory(path: Path, new: Path) -> None:
-    """Move a directory to ``path``, and remove the one that was there.
-
-    If ``path`` is a symbolic link, it is replaced, and what it leads to stays.
-
-    Args:
-        path: which need not exist.
-        new: the directory to move.
-
-    Raises:
-        OSError: if it cannot be moved; ``path`` is then unchanged.
-    """
-    old = hidden(path, "old.tmp")
-    remove(old)
-    replaces = path.is_symlink() or path.is_dir()
-    try:
-        if replaces:
-            path.rename(old)
-        new.rename(path)
-    finally:
-        if replaces and not path.exists():
-            old.rename(path)
-        remove(old)
-
-
-def remove_directory(path: Path) -> None:
-    """Remove a directory, or the symbolic link that leads to it; errors are ignored.
-
-    It is renamed first, so that a process that is killed does not leave a part of it under its name.
-    """
-    old = hidden(path, "old.tmp")
-    remove(old)
-    with suppress(OSError):
-        path.rename(old)
-        remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a directory, a file or a symbolic link, if it exists; errors are ignored."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    with suppress(OSError):
-        path.unlink()
-
-
 def hidden(path: Path, suffix: str) -> Path:
     """Return the path of a hidden file beside ``path``, whose name is cut if it would be too long.
 
@@ -337,7 +293,8 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
             yield file
         return
     path = resolved(path)
-    _remove_orphans(path)
+    for orphan in hidden_beside(path, _TEMPORARY_END):
+        _remove_orphan(orphan)
     old = path.stat() if path.is_file() else None
     temporary, descriptor = _create_locked(path, 0o666 if old is None else 0o600)
     try:
@@ -380,17 +337,26 @@ def _create_locked(path: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file for ``path`` and lock it, and return its path and descriptor."""
     while True:
         temporary = hidden(path, f"{uuid.uuid4().hex[:8]}.tmp")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-        with suppress(OSError):  # a file system without locks, where orphans stay
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return temporary, descriptor
+        try:
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            with suppress(OSError):  # a file system without locks, where orphans stay
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return temporary, descriptor
+        except BaseException:  # such as a signal
+            temporary.unlink(missing_ok=True)
+            raise
         os.close(descriptor)  # taken for an orphan, and removed, before it was locked
 
 
-def _remove_orphans(path: Path) -> None:
-    """Remove the temporary files of ``path`` whose processes have ended."""
-    for temporary in hidden_beside(path, r"[0-9a-f]{8}\.tmp"):
-        with suppress(OSError), temporary.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
+def remove_orphans(directory: Path) -> None:
+    """Remove the temporary files in a directory whose processes have ended."""
+    for temporary in directory.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(temporary.name):
+            _remove_orphan(temporary)
+
+
+def _remove_orphan(temporary: Path) -> None:
+    with suppress(OSError), temporary.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary.unlink()

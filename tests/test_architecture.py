@@ -13,7 +13,18 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "deepspeed_nmt"
 HELPERS = {
-    *("errors", "registry", "console", "files", "manifest", "interruption", "locks", "randomness", "huggingface")
+    *(
+        "errors",
+        "registry",
+        "console",
+        "files",
+        "directories",
+        "manifest",
+        "interruption",
+        "locks",
+        "randomness",
+        "huggingface",
+    )
 }
 MAY_IMPORT = {
     "kernels": set(),

@@ -24,7 +24,7 @@ from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name, remove_orphans
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
 from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.manifest import (
@@ -217,6 +217,8 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         for name in (ORIGIN_FILE, MANIFEST_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
+    for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
+        remove_orphans(directory)
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 

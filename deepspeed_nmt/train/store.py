@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.directories import remove, remove_directory, replace_directory
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, remove, remove_directory, replace_directory, sync_directory
+from deepspeed_nmt.files import atomic_write_text, sync_directory
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress

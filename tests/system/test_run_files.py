@@ -227,8 +227,12 @@ def test_an_older_run_whose_vocabulary_is_damaged_takes_that_of_its_data(
 
 def test_an_older_run_is_resumed(run: Path, original: tuple[Path, Path]) -> None:
     age(run)
+    debris = [run / ".config.yaml.0123abcd.tmp", run / "checkpoints/update-0000002/.manifest.json.0123abcd.tmp"]
+    for each in debris:
+        each.touch()
     shutil.rmtree(run / "checkpoints" / "update-0000004")
     assert train(run, *SETTINGS) == 0
+    assert not any(each.exists() for each in debris), "what killed processes left goes with the next start"
     assert_same(run, original[0], 4)
     assert Checkpoint(run / "checkpoints" / "update-0000004").run is not None
 

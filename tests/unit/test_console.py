@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or not UTF-8, and log files that cannot be written."""
+"""Standard streams that are closed, full, or not UTF-8, log files that cannot be written, and bare surroundings."""
 
 from __future__ import annotations
 
@@ -83,3 +83,14 @@ def test_a_read_only_file_system_has_a_remedy(capsys: pytest.CaptureFixture[str]
     assert report(OSError(errno.EROFS, "Read-only file system", "RO/.lock")) == 1
     said = capsys.readouterr().err
     assert "Read-only file system ('RO/.lock'); make it writable, or work with a copy of it" in said
+
+
+def test_python_without_docstrings() -> None:
+    done = shell('"$0" -OO -c "$@"', FULL, "--version")
+    assert done.returncode == 0 and done.stdout.startswith(b"deepspeed-nmt ")
+
+
+def test_an_error_that_names_a_descriptor(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging()
+    assert report(OSError(errno.EDQUOT, "Disk quota exceeded", 5)) == 1
+    assert "error: Disk quota exceeded; free some space" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt import files
+from deepspeed_nmt.directories import remove_directory, replace_directory
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.files import (
@@ -26,8 +27,7 @@ from deepspeed_nmt.files import (
     hidden,
     open_text,
     parse_json,
-    remove_directory,
-    replace_directory,
+    remove_orphans,
     text_lines,
 )
 from deepspeed_nmt.locks import exclusive
@@ -322,6 +322,26 @@ def test_a_removed_directory_is_gone_at_once(tmp_path: Path, monkeypatch: pytest
 def test_deep_nesting_is_no_json() -> None:
     with pytest.raises(ValueError, match="the nesting is too deep"):
         parse_json("[" * 200_000)
+
+
+def test_a_signal_while_a_temporary_file_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        atomic_write_text(tmp_path / "file", "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_orphans_of_any_file_go_and_others_stay(tmp_path: Path) -> None:
+    living = tmp_path / ".best.0123abcd.tmp"
+    for path in (living, tmp_path / ".config.yaml.0123abcd.tmp", tmp_path / ".mine.tmp", tmp_path / "a.0123abcd.tmp"):
+        path.touch()
+    with living.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_orphans(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, ".mine.tmp", "a.0123abcd.tmp"}
 
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
