@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background by a shell. Children would inherit it, and those that tests interrupt would run on.
+# Programs that tests start would inherit ignored signals, and run on when they are interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     # Run Triton's kernels in its interpreter. The variable must be set before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
