@@ -11,7 +11,6 @@ import torch
 from deepspeed_nmt.engine.config import EngineConfig, Precision, uses_deepspeed
 from deepspeed_nmt.engine.ds_config import (
     complete_ds_config,
-    find_ds_config,
     load_ds_config,
     wanted_precision,
     zero_stage,
@@ -69,7 +68,6 @@ def resolve_engine_for(
         ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or
             contradicts the run.
     """
-    find_ds_config(config.ds_config)  # plain torch does not read it, but a misspelt name must not pass in silence
     content = load_ds_config(config.ds_config) if uses_deepspeed(config, ranks) else None
     wanted = config.precision if content is None else wanted_precision(content, config.precision)
     precision: Precision = native if wanted == "auto" else wanted  # type: ignore[assignment]

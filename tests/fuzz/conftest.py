@@ -31,6 +31,13 @@ TINY = [
 """Settings of a run of two updates with several exits, so that every command can use it."""
 
 
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of a launcher, which a test before may have left, do not make a command one of several ranks."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with text/, data/ and run/, to copy."""

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import complete_ds_config, load_ds_config, wanted_precision, zero_stage
-from deepspeed_nmt.engine.settings import resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from tests.support import ROOT
 
@@ -56,8 +54,6 @@ def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
 def test_a_missing_file_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"but is 'zero22'; did you mean 'zero2'\?"):
         load_ds_config("zero22")
-    with pytest.raises(ConfigError, match=r"but is 'zero22'; did you mean 'zero2'\?"):
-        resolve_engine_for(EngineConfig(name="plain", ds_config="zero22"), 1.0, ranks=1, data_ranks=1, native="fp32")
 
 
 def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
