@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
@@ -24,6 +25,7 @@ from deepspeed_nmt.data.tokenizer import EOS
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.manifest import replace_files
+from deepspeed_nmt.sample.corpus import write_sample
 from deepspeed_nmt.selftest.models import VOCABULARY
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
@@ -131,6 +133,23 @@ def parity_loader(directory: Path, world: World) -> TrainLoader:
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
     return TrainLoader(Corpus(directory, "train"), batches, 5, world.data_rank, world.data_ranks, VOCABULARY)
+
+
+def prepare_sample(directory: Path, vocab_size: int, **pairs: int) -> Path:
+    """Make a data directory of the sample corpus in data/, with its text in text/, and return it.
+
+    Args:
+        directory: for both.
+        vocab_size: size of the vocabulary.
+        pairs: pairs of ``train``, ``valid`` and ``test``.
+    """
+    text = directory / "text"
+    write_sample(text, **pairs, seed=3)
+    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", str(vocab_size)]
+    for split in pairs:
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    assert main(words) == 0
+    return directory / "data"
 
 
 def change_settings(run: Path, config: Mapping[str, object]) -> None:

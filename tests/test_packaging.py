@@ -353,14 +353,19 @@ def test_quickstart_forwards_a_signal(
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 30
-    while not (log.exists() and step in log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    # The shell and the kernel both report a lost terminal, the one to the process, the other to its group.
-    os.kill(process.pid, number)
-    time.sleep(0.1)
-    os.killpg(process.pid, number)
-    said = process.communicate(timeout=20)[1]
+    try:
+        while not (log.exists() and step in log.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        # The shell and the kernel both report a lost terminal, the one to the process, the other to its group.
+        os.kill(process.pid, number)
+        time.sleep(0.1)
+        os.killpg(process.pid, number)
+        said = process.communicate(timeout=20)[1]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert process.returncode == (75 if step == "training" else 128 + number), said
     assert f"stopped with status {process.returncode}; start the same command again to resume" in said
     assert step == "preparing" or log.read_text().splitlines()[-1] == "saved"

@@ -12,9 +12,9 @@ import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.run.manifest import DataRecord, replace_files
-from deepspeed_nmt.sample.corpus import write_sample
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.fuzz.damage import damage
+from tests.support import prepare_sample
 
 SETTINGS = [
     *("model.dim=16", "model.ffn_dim=16", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
@@ -36,12 +36,7 @@ DOCUMENTED = {0, 1, 2}
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a data directory and a run of four updates; after/ is the run two updates later."""
     directory = tmp_path_factory.mktemp("sound")
-    text = directory / "text"
-    write_sample(text, train=120, valid=7, test=7, seed=3)
-    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", "300"]
-    for split in ("train", "valid", "test"):
-        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
-    assert main(words) == 0
+    prepare_sample(directory, 300, train=120, valid=7, test=7)
     assert train(directory, 4) == 0
     shutil.copytree(directory / "run", directory / "four")
     assert train(directory, 6) == 0

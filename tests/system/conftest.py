@@ -6,21 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.cli import main
-from deepspeed_nmt.sample.corpus import write_sample
+from tests.support import prepare_sample
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data directory of 400 sample pairs, with their text in the directory text/ beside it."""
-    directory = tmp_path_factory.mktemp("sample")
-    text = directory / "text"
-    write_sample(text, train=400, valid=31, test=20, seed=3)
-    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", "500"]
-    for split in ("train", "valid", "test"):
-        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
-    assert main(words) == 0
-    return directory / "data"
+    return prepare_sample(tmp_path_factory.mktemp("sample"), 500, train=400, valid=31, test=20)
 
 
 SMALL = [
