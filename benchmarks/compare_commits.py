@@ -53,7 +53,7 @@ TINY = [
     *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=3", "model.decoder_layers=3"),
     *("model.attention_dropout=0.1", "model.activation_dropout=0.1", *BEAM),
 ]
-TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
+TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1", "search.name=beam"]
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
