@@ -196,9 +196,18 @@ def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str]
     found: dict[str, str] = {}
     for number, options in enumerate(searches):
         file = commits.make(commit, f"{run.replace('/', '-')}-{number}.txt", [*words, *options])
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = map(candidate, file.read_text(encoding="utf-8").splitlines())
         found |= {" ".join([*options, f"line {index}"]): line for index, line in enumerate(lines, start=1)}
     return found
+
+
+def candidate(line: str) -> str:
+    """Return number, score and text of a line of an n-best list, also of that of commits before Moses' format."""
+    if "\t" in line:
+        return line
+    number, rest = line.split(" ||| ", 1)
+    text, _, score = rest.rsplit(" ||| ", 2)
+    return f"{number}\t{float(score):.4f}\t{text}"
 
 
 def newest(run: Path) -> Path:
