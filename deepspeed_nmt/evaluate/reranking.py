@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.bleu import (
     TokenisedBleu,
-    bleu_metric,
     bleu_of_statistics,
     join_segments,
+    multi_bleu,
+    plain_bleu,
     sentence_statistics,
 )
 from deepspeed_nmt.evaluate.nbest import Candidate, read_nbest
@@ -132,7 +133,8 @@ class RerankLists:
         """
         own_LKN, other_LKN = self._means_LKN, self._means_LKN[:, :, ::-1]
         total_LKN = (alpha * own_LKN + (1.0 - alpha) * other_LKN) * self._length_LK[:, :, None] ** exponent
-        return np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
+        chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
+        return chosen_L
 
     def texts(self, alpha: float, exponent: float) -> list[str]:
         """Return the best candidate of each line as text."""
@@ -176,7 +178,7 @@ def tune(
             f"{shown_name(nbest)} must have the scores of both nets, but lacks them for line {error}; write it with "
             "translate --rerank deep-shallow --nbest"
         ) from error
-    metric = bleu_metric(tokenised=tokenised, lowercase=lowercase)
+    metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)
     flat = [(line, join(each.text)) for line, candidates in enumerate(lists) for each in candidates]
     others = [[lines[line] for line, _ in flat] for lines in sentences]
     counts = sentence_statistics(metric, [text for _, text in flat], others)

@@ -32,6 +32,9 @@ from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.length_penalty import MAX_EXPONENT
 
+_LogProbs = dict[tuple[int, ...], float]
+"""Log-probabilities (nats) of candidates by their tokens."""
+
 
 class DeepShallowConfig(BeamSettings):
     """Settings of deep-shallow decoding."""
@@ -66,30 +69,54 @@ class DeepShallow:
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
         """Translate a batch of sentences into the candidates of both nets, best first; see :meth:`Search.search`."""
-        lists = [
-            [list(map(_tokens, found)) for found in search.search(source_BS, padded)] for search in self.searches
+        own = [
+            [{tuple(each.tokens): each.log_prob for each in found} for found in search.search(source_BS, padded)]
+            for search in self.searches
         ]
-        union = [list(dict.fromkeys([*deep, *shallow])) for deep, shallow in zip(*lists, strict=True)]
-        scored = [token_log_probs([net], self.vocabulary, source_BS, padded, union) for net in self.nets]
+        scores = [
+            self._completed(net, ours, theirs, source_BS, padded)
+            for net, ours, theirs in zip(self.nets, own, reversed(own), strict=True)
+        ]
         results = []
-        for row, candidates in enumerate(union):
-            found = []
-            for number, tokens in enumerate(candidates):
-                means = [math.fsum(log_probs[row][number]) / (len(tokens) + 1) for log_probs in scored]
-                proposed = [tokens in each[row] for each in lists]
-                found.append(self._hypothesis(tokens, means, proposed))
+        for row, (deep, shallow) in enumerate(zip(*own, strict=True)):
+            found = [
+                self._hypothesis(
+                    tokens, [score[row][tokens] for score in scores], [tokens in deep, tokens in shallow]
+                )
+                for tokens in {**deep, **shallow}
+            ]
             results.append(sorted(found, key=lambda hypothesis: -hypothesis.score))
         return results
 
-    def _hypothesis(self, tokens: tuple[int, ...], means: list[float], proposed: list[bool]) -> Hypothesis:
+    def _completed(
+        self, net: TranslationModel, ours: list[_LogProbs], theirs: list[_LogProbs], source_BS: Tensor, padded: bool
+    ) -> list[_LogProbs]:
+        """Return the log-probabilities of all candidates under a net, which has scored its own in its search.
+
+        Args:
+            net: the net.
+            ours: log-probabilities of its own candidates of each sentence.
+            theirs: candidates of the other net.
+            source_BS: source tokens.
+            padded: False promises that no position is padding.
+        """
+        missing = [[each for each in other if each not in own] for own, other in zip(ours, theirs, strict=True)]
+        scored = token_log_probs([net], self.vocabulary, source_BS, padded, missing)
+        return [
+            own | {tokens: math.fsum(log_probs) for tokens, log_probs in zip(asked, found, strict=True)}
+            for own, asked, found in zip(ours, missing, scored, strict=True)
+        ]
+
+    def _hypothesis(self, tokens: tuple[int, ...], log_probs: list[float], proposed: list[bool]) -> Hypothesis:
         """Return a candidate with its total.
 
         Args:
             tokens: of the candidate.
-            means: its mean log-probability under each net.
+            log_probs: its log-probability under each net.
             proposed: for each net, True if it proposed the candidate.
         """
         alpha, length = self.config.alpha, len(tokens) + 1
+        means = [log_prob / length for log_prob in log_probs]
         total = max(
             (alpha * means[own] + (1.0 - alpha) * means[1 - own]) * length**self.config.exponent
             for own in range(2)
@@ -98,8 +125,4 @@ class DeepShallow:
         names = self.config.needs_exits
         features = dict(zip(names, means, strict=True))
         features |= {f"by_{name}": float(by) for name, by in zip(names, proposed, strict=True)}
-        return Hypothesis(list(tokens), total, means[0] * length, features)
-
-
-def _tokens(hypothesis: Hypothesis) -> tuple[int, ...]:
-    return tuple(hypothesis.tokens)
+        return Hypothesis(list(tokens), total, log_probs[0], features)

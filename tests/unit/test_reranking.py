@@ -105,7 +105,7 @@ def test_every_pair_has_the_bleu_of_its_choice(tokenised: bool, tmp_path: Path) 
     found, reranked = tune(nbest, [reference], tokenised=tokenised), RerankLists(read_nbest(nbest))
     assert len(found.grid) == len(ALPHAS) * len(EXPONENTS) and (found.lines, found.candidates) == (4, 10)
     score = tokenised_bleu if tokenised else corpus_scores
-    for alpha, exponent in [(0.5, 0.4), (0.0, -1.0), (1.0, 1.0), (0.2, 0.0)]:
+    for alpha, exponent in found.grid:
         texts = chosen(alpha, exponent)
         assert reranked.texts(alpha, exponent) == texts
         assert found.grid[alpha, exponent] == pytest.approx(score(texts, [REFERENCES]).bleu, abs=1e-9)
