@@ -60,15 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the files, score them, and print the scores.
 
     Raises:
+        ConfigError: if an option has no meaning with another.
         DataError: if a file is missing, empty, not UTF-8, or not aligned with the others.
     """
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.scoring import as_json, as_text, score_files, warn_of_copies, warn_of_files
 
     tokenised = arguments.tokenised or arguments.segmented
     if arguments.tune_rerank is not None:
         output(_tune(arguments, tokenised))
         return 0
+    if arguments.grid:
+        raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
     inputs = _read(arguments)
     warn_of_files(inputs, tokenised)
     for report in score_files(inputs, tokenised, arguments.lowercase):
