@@ -162,10 +162,16 @@ def tune(
     Raises:
         DataError: if a file cannot be read, lacks scores, or is not aligned with the others.
     """
+    if nbest in references:
+        raise DataError(
+            f"n-best lists and references must be different files, but both are {shown_name(nbest)}; give the "
+            "reference translations"
+        )
     join = join_segments if segmented else str
     lists = read_nbest(nbest)
-    sentences = [[join(line) for line in read_sentences(name)] for name in references]
-    for name, lines in zip(references, sentences, strict=True):
+    read = {name: [join(line) for line in read_sentences(name)] for name in dict.fromkeys(references)}  # pipes, once
+    sentences = [read[name] for name in references]
+    for name, lines in read.items():
         if len(lines) != len(lists):
             raise DataError(
                 f"{shown_name(nbest)} and {shown_name(name)} must be aligned line by line, but have the candidates "

@@ -146,6 +146,7 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         return capsys.readouterr().err
 
     assert "leave out --source" in refused("--tune-rerank", nbest, "--reference", reference, "--source", reference)
+    assert "must be different files, but both are standard input" in refused("--tune-rerank", "-", "--reference", "-")
     assert "of --tune-rerank, which is missing" in refused("--hypothesis", nbest, "--reference", nbest, "--grid")
     plain = str(tmp_path / "plain")
     Path(plain).write_text("0 ||| a ||| log_prob= -1 tokens= 1 ||| 1\n", encoding="utf-8")
