@@ -157,12 +157,9 @@ class CrossAttentionDropLayer(DecoderLayer):
         """
         if not self.training:
             return super().cross(x_BTD, context, cache)
-        draw = context.draw
-        assert draw is not None, "cross-attention drop needs the update's number in training"
-        key = (self.number,) if self.coins_per == "update" else (self.number, draw.micro_batch)
-        coins = draw.uniform(Purpose.CROSS_ATTENTION_DROP, *key)
-        kept = [index for index, coin in enumerate(coins) if coin >= self.rate]
-        if len(kept) == len(coins):
+        assert context.draw is not None
+        kept, count = self._kept(context), len(context.draw.passes)
+        if len(kept) == count:
             return super().cross(x_BTD, context, None)
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
@@ -171,12 +168,20 @@ class CrossAttentionDropLayer(DecoderLayer):
             # The same holds for the encoder, if all layers drop in one update.
             assert context.memory_BSD is not None
             return ops.touch(x_BTD, context.memory_BSD)
-        crossed = super().cross(select_blocks(x_BTD, len(coins), kept), context.of_passes(kept), None)
-        rows = x_BTD.shape[0] // len(coins)
+        crossed = super().cross(select_blocks(x_BTD, count, kept), context.of_passes(kept), None)
+        rows = x_BTD.shape[0] // count
         blocks, done = list(torch.split(x_BTD, rows)), torch.split(crossed, rows)
         for index, block in zip(kept, done, strict=True):
             blocks[index] = block
         return torch.cat(blocks)
+
+    def _kept(self, context: Context) -> list[int]:
+        """Return the indices of the passes that do not skip cross-attention."""
+        draw = context.draw
+        assert draw is not None, "cross-attention drop needs the update's number in training"
+        key = (self.number,) if self.coins_per == "update" else (self.number, draw.micro_batch)
+        coins = draw.uniform(Purpose.CROSS_ATTENTION_DROP, *key)
+        return [index for index, coin in enumerate(coins) if coin >= self.rate]
 
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
