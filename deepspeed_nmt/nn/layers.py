@@ -6,7 +6,7 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,17 @@ class Draw:
         seed: of the run.
         update: number of the update.
         passes: numbers of the passes over the same sentences whose rows, in equal blocks, make up the batch.
+        micro_batch: number of the micro-batch within the update on its rank, from 0.
     """
 
     seed: int
     update: int
     passes: tuple[int, ...] = (0,)
+    micro_batch: int = 0
 
-    def uniform(self, purpose: randomness.Purpose, layer: int) -> list[float]:
-        """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, layer)."""
-        return [randomness.uniform(self.seed, purpose, self.update, number, layer) for number in self.passes]
+    def uniform(self, purpose: randomness.Purpose, *key: int) -> list[float]:
+        """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, *key)."""
+        return [randomness.uniform(self.seed, purpose, self.update, number, *key) for number in self.passes]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Context:
         return Context(
             mask=None if self.mask is None else select_blocks(self.mask, count, kept),
             memory_BSD=select_blocks(self.memory_BSD, count, kept),
-            draw=Draw(self.draw.seed, self.draw.update, tuple(self.draw.passes[index] for index in kept)),
+            draw=replace(self.draw, passes=tuple(self.draw.passes[index] for index in kept)),
         )
 
 

@@ -49,6 +49,8 @@ ORIGIN_FILE = "origin.json"
 
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
+_LEARNING = ("optimizer.", "schedule.")
+"""Settings whose change in a resumed run is logged, because a recipe may have changed them."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,9 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    if learning := [key for key in sorted(now) if key.startswith(_LEARNING) and before.get(key) != now[key]]:
+        changes = [f"{key} was {before.get(key, 'unset')} and is {now[key]}" for key in learning]
+        logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
     store = CheckpointStore(path / CHECKPOINTS)
     newest = None
     with suppress(CheckpointError):  # a damaged one is skipped later

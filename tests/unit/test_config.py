@@ -186,6 +186,15 @@ def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
     assert load_config(file=file) == config != RunConfig()
 
 
+def test_recipes_of_the_deep_decoder_paper_neither_clip_nor_scale_initialisation_unless_stabilised() -> None:
+    names = [name for name in recipes() if name.startswith(("transformer_", "deep_"))]
+    assert len(names) > 30
+    for name in names:
+        config = load_config(name).model_dump()
+        expected = ("depth_scaled", 1.0) if name.endswith("_stabilised") else ("xavier", 0.0)
+        assert (config["model"]["init"], config["optimizer"]["clip_norm"]) == expected, name
+
+
 @pytest.mark.parametrize(
     ("recipe", "vocab", "millions"),
     [
