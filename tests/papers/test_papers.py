@@ -68,7 +68,9 @@ def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
             problems.append(f"{row.key}: {row.here} instead of {row.paper} needs a reason")
     for recipe in recipes_of(page):
         config = resolved(recipe)
-        for key in sorted({*_needed(recipe, config), *(row.key for row in table if row.names(recipe))}):
+        dumped = config.model_dump(mode="json")
+        named = {row.key for row in table if row.names(recipe) and _has(dumped, row.key)}
+        for key in sorted({*_needed(recipe, config), *named}):
             row = next((row for row in reversed(table) if row.key == key and row.names(recipe)), None)
             if row is None:
                 problems.append(f"{recipe}: {key} has no row")
