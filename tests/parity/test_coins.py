@@ -27,10 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "reference"),
-    [
-        *((f"2 {engine}", "1") for engine in ("plain", "plain+recompute", "zero2", "zero3+recompute")),
-        *((f"2x1 {engine}", "1x1") for engine in ("plain+recompute", "zero3")),
-    ],
+    [("2 plain", "1"), ("2 zero2", "1"), ("2 zero3+recompute", "1"), ("2x1 zero1+recompute", "1x1")],
 )
 def test_the_kth_micro_batches_of_all_ranks_share_their_coins(
     reports: dict[str, Any], name: str, reference: str
@@ -43,7 +40,7 @@ def test_the_kth_micro_batches_of_all_ranks_share_their_coins(
 
 
 def test_a_run_depends_on_the_number_of_ranks(reports: dict[str, Any]) -> None:
-    """As documented: another cut of the same updates has other coins."""
+    """Another cut of the same updates has other coins."""
     one, two = reports["1x1"], reports["2 plain"]
     assert one["counts"] != two["counts"]
     assert max(abs(a - b) for a, b in zip(one["loss"], two["loss"], strict=True)) > 1e-3

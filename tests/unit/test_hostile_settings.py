@@ -12,7 +12,7 @@ from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, did_you_mean
 from deepspeed_nmt.run.resolve import check_size
 
 LONG = "n" * 300
@@ -115,6 +115,11 @@ def test_known_settings_are_listed_once() -> None:
         "there are no settings 'collapse.zzzzzzzzz', 'collapse.yyyyyyyyy'; known: collapse.action, collapse.every, "
         "collapse.grace, collapse.patience, collapse.sentences, collapse.threshold"
     ]
+
+
+def test_of_many_known_names_the_nearest_are_listed() -> None:
+    hint = did_you_mean("bert", [f"recipe_{number}" for number in range(80)] + ["a_bert_decoder"])
+    assert hint.startswith("; 81 are known, among them a_bert_decoder, recipe_") and hint.count(",") == 20
 
 
 def test_of_many_problems_the_first_are_listed() -> None:
