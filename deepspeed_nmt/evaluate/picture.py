@@ -1,8 +1,10 @@
-"""Pictures: the check of the path before the work is done, and the file."""
+"""Pictures: the check of the path before the work is done, the figure, and its file."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +34,25 @@ def check_picture(out: Path) -> None:
         )
 
 
-def save_picture(figure: Figure, out: Path) -> None:
-    """Write a picture, in the format of the path's suffix.
+@contextmanager
+def picture(out: Path, width: float, height: float) -> Iterator[Figure]:
+    """Open a figure that is written when the block ends without an error, in the format of the path's suffix.
+
+    Args:
+        out: file to write, which :func:`check_picture` has accepted.
+        width: in inches.
+        height: in inches.
+
+    Yields:
+        The figure. It belongs to no window, so it needs no screen and no closing.
 
     Raises:
-        OSError: if it cannot be written; an older picture is then unchanged.
+        OSError: if the file cannot be written; an older picture is then unchanged.
     """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=out.suffix.removeprefix("."))
     atomic_write_bytes(out, content.getvalue())
