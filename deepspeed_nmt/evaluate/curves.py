@@ -140,16 +140,13 @@ def draw_curves(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: P
         out: picture to write; its suffix is the format (png, svg, pdf).
         shares: True to add a heat map of cross-attention's share in each decoder layer for each run that logs it.
     """
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
     maps = {name: found for name, run in runs.items() if shares and (found := run.cross_shares())}
     columns = len(panels)
-    rows = 1 + math.ceil(len(maps) / columns)
-    with picture(out, 4.5 * columns, 3.8 * rows) as figure:
-        grid = figure.add_gridspec(rows, columns)
-        for number, (tag, title) in enumerate(panels.items()):
-            axis = figure.add_subplot(grid[0, number])
+    rows = math.ceil(len(maps) / columns)
+    with picture(out, 4.5 * columns, 3.8 * (1 + rows)) as figure:
+        parts = figure.subfigures(2 if maps else 1, 1, squeeze=False, height_ratios=[1, rows] if maps else None)[:, 0]
+        axes = parts[0].subplots(1, columns, squeeze=False)[0]
+        for axis, (tag, title) in zip(axes, panels.items(), strict=True):
             for name, run in runs.items():
                 curve = run.curve(tag)
                 axis.plot([tokens / 1e6 for tokens in curve.tokens], curve.values, label=name, linewidth=1.5)
@@ -158,17 +155,27 @@ def draw_curves(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: P
             axis.set_title(title)
             axis.set_xlabel("million target tokens")
             axis.grid(alpha=0.3)
-            if number == 0 and runs:
-                axis.legend(fontsize="small")
+        if runs:
+            axes[0].legend(fontsize="small")
         if maps:
-            axes = [figure.add_subplot(grid[1 + number // columns, number % columns]) for number in range(len(maps))]
-            # One scale for all runs, so that their colours can be compared.
-            largest = max(curve.highest or 0.0 for layers in maps.values() for curve in layers.values())
-            scale = Normalize(0.0, largest or 1.0)
-            for axis, (name, layers) in zip(axes, maps.items(), strict=True):
-                _draw_shares(axis, layers, scale)
-                axis.set_title(f"cross-attention's share: {name}")
-            figure.colorbar(ScalarMappable(scale), ax=axes)
+            _draw_maps(parts[1].subplots(rows, columns, squeeze=False).flatten(), maps)
+
+
+def _draw_maps(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Curve]]) -> None:
+    """Draw the heat map of cross-attention's share of each run, and remove the axes that are left over."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    # One scale for all runs, so that their colours can be compared.
+    largest = max(curve.highest or 0.0 for layers in maps.values() for curve in layers.values())
+    scale = Normalize(0.0, largest or 1.0)
+    used = axes[: len(maps)]
+    for axis in axes[len(maps) :]:
+        axis.remove()
+    for axis, (name, layers) in zip(used, maps.items(), strict=True):
+        _draw_shares(axis, layers, scale)
+        axis.set_title(f"cross-attention's share: {name}")
+    used[0].figure.colorbar(ScalarMappable(scale), ax=used)
 
 
 def _draw_shares(axis: Axes, layers: Mapping[int, Curve], scale: Normalize) -> None:

@@ -18,6 +18,7 @@ from deepspeed_nmt.evaluate.table import cell, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,20 @@ def oracle(
 
 def draw_depths(systems: Sequence[System], out: Path) -> None:
     """Draw BLEU over n and m of each system, BLEU against time, and the distribution of the oracle's choices."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     rows = 2 if any(system.oracle is not None for system in systems) else 1
     columns = len(systems) + 1
     with picture(out, 5.2 * columns, 4.5 * rows) as figure:
-        grid = figure.add_gridspec(rows, columns)
-        for number, system in enumerate(systems):
-            _draw_bleu(figure.add_subplot(grid[0, number]), system)
-        plane = figure.add_subplot(grid[0, -1])
+        parts = figure.subfigures(rows, 1, squeeze=False)[:, 0]
+        *maps, plane = parts[0].subplots(1, columns)
+        # One scale for all systems, so that their colours can be compared.
+        found = [depth.bleu for system in systems for depth in system.depths]
+        scale = Normalize(min(found), max(found))
+        for axis, system in zip(maps, systems, strict=True):
+            _draw_bleu(axis, system, scale)
+        parts[0].colorbar(ScalarMappable(scale), ax=maps)
         for system in systems:
             _draw_times(plane, system)
         plane.set_xlabel("seconds, without loading")
@@ -188,22 +196,22 @@ def draw_depths(systems: Sequence[System], out: Path) -> None:
         plane.legend(fontsize="small")
         plane.grid(alpha=0.3)
         if rows > 1:
-            _draw_choices(figure.add_subplot(grid[1, :]), systems)
+            _draw_choices(parts[1].subplots(), systems)
 
 
-def _draw_bleu(axis: Axes, system: System) -> None:
+def _draw_bleu(axis: Axes, system: System, scale: Normalize) -> None:
     rows, columns = (max(getattr(each, side) for each in system.depths) for side in ("encoder", "decoder"))
     values = [[math.nan] * columns for _ in range(rows)]
     for depth in system.depths:
         values[depth.encoder - 1][depth.decoder - 1] = depth.bleu
         axis.text(depth.decoder, depth.encoder, f"{depth.bleu:.1f}", ha="center", va="center", color="white")
-    image = axis.imshow(values, origin="lower", extent=(0.5, columns + 0.5, 0.5, rows + 0.5), aspect="auto")
+    borders = (0.5, columns + 0.5, 0.5, rows + 0.5)
+    axis.imshow(values, origin="lower", extent=borders, aspect="auto", norm=scale)
     axis.set_xticks(range(1, columns + 1))
     axis.set_yticks(range(1, rows + 1))
     axis.set_xlabel("decoder stages m")
     axis.set_ylabel("encoder stages n")
     axis.set_title(f"BLEU: {system.name}")
-    axis.figure.colorbar(image, ax=axis)
 
 
 def _draw_times(axis: Axes, system: System) -> None:
@@ -235,4 +243,4 @@ def _draw_choices(axis: Axes, systems: Sequence[System]) -> None:
     sums.set_ylabel("cumulative (%): lines")
     sums.set_ylim(0.0, 105.0)
     axis.set_title("oracle over depths")
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="center right")

@@ -61,7 +61,7 @@ def _draw_panel(axis: Axes, points: Sequence[Measured], result: str) -> None:
     places: dict[float | str, float] = {value: value for value in values if not isinstance(value, str)}
     if len(places) < len(values):  # words stand side by side
         places = {value: number for number, value in enumerate(values)}
-        axis.set_xticks(range(len(values)), [str(value) for value in values])
+    axis.set_xticks([places[value] for value in values], [str(value) for value in values])
     for line in dict.fromkeys(point.line for point in points):
         members = sorted((point for point in points if point.line == line), key=lambda point: places[point.x])
         xs = [places[point.x] for point in members]
