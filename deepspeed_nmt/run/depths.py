@@ -65,13 +65,14 @@ def systems_of(runs: Sequence[Run]) -> list[Members]:
             runs translate into different forms of text.
     """
     names = run_names([run.path for run in runs])
-    systems, single = [], []
+    systems: list[Members] = []
+    single: dict[str, tuple[Run, Sequence[Pair]]] = {}
     for name, run in zip(names, runs, strict=True):
         stages = _stages(run, alone=len(runs) == 1)
         pairs = [(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
         trained = [pair for pair in pairs if run.trained_at(exit_name(*pair), stages)]
         if len(runs) > 1 and len(trained) == 1:
-            single.append((run, trained))
+            single[name] = (run, trained)
             continue
         if len(trained) < len(pairs):
             logger.warning(
@@ -83,9 +84,9 @@ def systems_of(runs: Sequence[Run]) -> list[Members]:
             )
         systems.append(Members(name, [(run, pairs)]))
     if single:
-        _check_depths(single)
-        ordered = sorted(single, key=lambda member: member[1][-1])
-        systems.insert(0, Members(f"{len(single)} models", ordered))
+        ordered = sorted(single.values(), key=lambda member: member[1][-1])
+        _check_depths(ordered)
+        systems.insert(0, Members(f"{len(single)} models" if len(single) > 1 else next(iter(single)), ordered))
     return systems
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deepspeed_nmt.api import Translator
-from deepspeed_nmt.console import logger
+from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
@@ -89,7 +89,9 @@ def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> Rec
         if score.key == key:
             return score
     translator = Translator.open(run.path, checkpoint=checkpoint.path)
-    hypotheses = [each.text for each in translator.translate(text.sources, max_tokens)]
+    with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
+        translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
+        hypotheses = [best[0].text for best in translated]
     found = text.bleu(run.tokenizer, hypotheses)
     score = RecordedScore(
         key=key,

@@ -241,5 +241,5 @@ def test_cross_attention_shares_are_a_heat_map_with_blanks(tmp_path: Path) -> No
     shares = curves.cross_shares()
     assert list(shares) == [1, 12] and shares[12].updates == [1, 2, 4] and shares[12].last == pytest.approx(0.4)
     panels = {"train/ppl": "x", "valid/loss": "y"}
-    draw_curves({name: curves for name in "abc"}, panels, tmp_path / "out.svg", shares=True)
+    draw_curves(dict.fromkeys("abc", curves), panels, tmp_path / "out.svg", shares=True)
     assert (tmp_path / "out.svg").read_text(encoding="utf-8").count("QuadMesh") == 3, "one map for each run"
