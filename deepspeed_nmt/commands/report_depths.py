@@ -1,7 +1,7 @@
 """Compare BLEU and time at every pair of encoder and decoder stages.
 
     deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle
-    deepspeed-nmt report depths --run NXM --run vanilla/1 --run vanilla/2 --data DATA --oracle --repeat 3
+    deepspeed-nmt report depths --run runs/nxm runs/vanilla/* --data DATA --oracle --repeat 3
 
 A stage is a layer, or a loop of a recurrent model. A run alone translates at all its depths. Beside other runs, one
 that was trained with objective.multi_softmax does so, and all others together are one system, with the full depth of
@@ -24,8 +24,8 @@ _ENOUGH_SENTENCES = 200
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the report's options."""
     parser.add_argument(
-        "--run", type=Path, action="append", required=True, metavar="DIR", dest="runs",
-        help="run directory, made by `train`; give the option again for further runs",
+        "--run", type=Path, action="extend", nargs="+", required=True, metavar="DIR", dest="runs",
+        help="run directories, made by `train`",
     )  # fmt: skip
     add_decoding(parser)
     parser.add_argument(
