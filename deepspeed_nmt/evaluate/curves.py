@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.evaluate.picture import picture
+from deepspeed_nmt.evaluate.picture import picture, use_log_scale
 from deepspeed_nmt.files import parse_json, resolved
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def draw_curves(runs: Mapping[str, RunCurves], panels: Mapping[str, str], out: P
                 curve = run.curve(tag)
                 axis.plot([tokens / 1e6 for tokens in curve.tokens], curve.values, label=name, linewidth=1.5)
             if tag.endswith("/ppl"):
-                axis.set_yscale("log")
+                use_log_scale(axis)
             axis.set_title(title)
             axis.set_xlabel("million target tokens")
             axis.grid(alpha=0.3)

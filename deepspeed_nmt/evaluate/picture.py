@@ -12,6 +12,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.files import atomic_write_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -56,3 +57,12 @@ def picture(out: Path, width: float, height: float) -> Iterator[Figure]:
     content = io.BytesIO()
     figure.savefig(content, dpi=120, format=out.suffix.removeprefix("."))
     atomic_write_bytes(out, content.getvalue())
+
+
+def use_log_scale(axis: Axes) -> None:
+    """Make the vertical axis logarithmic, with plain numbers at its ticks, which are faster to draw than powers."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.0, 0.5)))

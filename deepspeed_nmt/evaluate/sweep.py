@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.evaluate.picture import picture
+from deepspeed_nmt.evaluate.picture import picture, use_log_scale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,7 @@ def _draw_panel(axis: Axes, points: Sequence[Measured], result: str) -> None:
                 axis.plot(x, y, marker="o", color=drawn.get_color(), markerfacecolor="white")
     known = [value for point in points if (value := _known(point.results[result])) > 0.0]
     if result == "train_ppl" and known and max(known) > _WIDE * min(known):
-        axis.set_yscale("log")
+        use_log_scale(axis)
 
 
 def _known(value: float | None) -> float:
