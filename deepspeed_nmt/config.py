@@ -49,6 +49,14 @@ class ValidationConfig(Config):
     )
 
 
+def _flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _default(registry: Registry[Any]) -> Any:
     return registry[registry.default].config()
 
@@ -102,6 +110,10 @@ class RunConfig(Config):
     def to_yaml(self) -> str:
         """Return all settings, defaults included, in the form that :func:`load_config` reads."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def flat(self) -> dict[str, object]:
+        """Return all settings as ``section.key: value``; an objective has those of the parts that it consists of."""
+        return dict(_flat(self.model_dump(mode="json")))
 
 
 def load_config(recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:

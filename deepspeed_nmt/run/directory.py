@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  tensorboard/  checkpoints/  logs/
+metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ LOGS = "logs"
 """Log of each rank, over all restarts."""
 ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
+SCORES_FILE = "test_scores.json"
+"""File with the scores of test sets that reports have measured."""
 
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
@@ -176,8 +178,8 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     """
     if (record := checkpoint.run) is None:
         return
-    now = _flat(config.model_dump(mode="json"))
-    before = _flat(validate(record.config).model_dump(mode="json"))
+    now = config.flat()
+    before = validate(record.config).flat()
     differences = [
         f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}" for key in _changed(before, now)
     ]
@@ -216,7 +218,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         _check_own(path)
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, MANIFEST_FILE):
+        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
@@ -250,8 +252,8 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
             f"{data.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
-    before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
-    now = _flat(config.model_dump(mode="json"))
+    before = load_config(file=path / CONFIG_FILE).flat()
+    now = config.flat()
     problems = [
         f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
         "start a new run instead"
@@ -293,14 +295,3 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
     """Return the fixed settings that differ."""
     keys = sorted(before.keys() | now.keys())
     return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
-
-
-def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings as section.key: value."""
-    flat: dict[str, object] = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

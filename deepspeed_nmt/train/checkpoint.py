@@ -14,6 +14,7 @@ checkpoint and replaces the manifest by one that names it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -186,6 +187,12 @@ class Checkpoint:
         manifest = self._manifest.model_copy(update={"state": name, "files": {**files, name: record}})
         manifest.write(self.path)
         self._manifest, self.progress = manifest, progress
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 (hexadecimal) of the records of its weights: equal digests have equal weights."""
+        records = [f"{name} {self._manifest.files[name].sha256}\n" for name in sorted(self._manifest.weights)]
+        return hashlib.sha256("".join(records).encode()).hexdigest()
 
     @property
     def resumable(self) -> bool:

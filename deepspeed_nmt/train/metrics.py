@@ -15,6 +15,7 @@ Tags:
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
 - ``collapse/seconds``: duration of the measurement.
 - ``perf/target_tokens_per_s``: target tokens a second over all ranks.
+- ``perf/hours``: hours spent in updates, over all restarts.
 - ``perf/padding``: share of positions that are padding.
 - ``perf/data_wait``: share of time spent waiting for data.
 - ``perf/memory``: peak of this rank (GiB).

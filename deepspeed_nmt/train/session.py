@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.train.collapse import CollapseMonitor
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
+    from deepspeed_nmt.train.progress import Progress
     from deepspeed_nmt.train.signals import StopRequest
     from deepspeed_nmt.train.store import CheckpointStore
     from deepspeed_nmt.train.throughput import Workload
@@ -53,6 +54,14 @@ class TrainingConfig(Config):
         default="auto",
         description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
     )
+
+    def ends_at(self, progress: Progress) -> bool:
+        """Return True if training is over at this progress, by its length or by early stopping."""
+        return (
+            progress.update >= self.max_updates
+            or bool(self.max_epochs and progress.epoch >= self.max_epochs)
+            or bool(self.patience and progress.validations_since_best >= self.patience)
+        )
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
         ),
         *("collapse/cross_share/layer_01", "collapse/cross_share/layer_02"),
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
-        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory"),
+        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory", "perf/hours"),
     }
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()

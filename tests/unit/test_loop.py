@@ -77,7 +77,7 @@ def validated(*measured: tuple[float, float], progress: Progress | None = None) 
 def test_while_bleu_is_near_zero_the_loss_decides_on_the_best_checkpoint_and_on_patience() -> None:
     best_at, progress = validated((0.034, 9.0), (0.0, 8.0), (0.9, 8.5), (0.003, 7.0), (0.0, 7.0))
     assert best_at == [1, 2, 4] and (progress.best_update, progress.validations_since_best) == (4, 1)
-    assert not loop._finished(TrainingConfig(patience=2), progress)
+    assert not TrainingConfig(patience=2).ends_at(progress)
     assert validated((0.9, 7.5), progress=progress)[1].validations_since_best == 2
     assert validated((1.1, 9.0), progress=progress)[0] == [1], "a better BLEU wins with any loss"
 
