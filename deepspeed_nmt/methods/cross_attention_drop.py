@@ -40,7 +40,7 @@ from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
 from deepspeed_nmt.nn.sublayer import Residual
@@ -135,6 +135,10 @@ class CrossAttentionDropLayer(DecoderLayer):
         self.number = number
         self.rate = rate
 
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the source for all applications, unless all passes skip them."""
+        return None if self.training and not self._kept(context) else super().project_source(context)
+
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply cross-attention to the rows of the passes that do not skip it.
 
@@ -142,10 +146,9 @@ class CrossAttentionDropLayer(DecoderLayer):
         """
         if not self.training:
             return super().cross(x_BTD, context, cache)
-        assert context.draw is not None, "cross-attention drop needs the update's number in training"
-        coins = context.draw.uniform(Purpose.CROSS_ATTENTION_DROP, self.number)
-        kept = [index for index, coin in enumerate(coins) if coin >= self.rate]
-        if len(kept) == len(coins):
+        assert context.draw is not None
+        kept, count = self._kept(context), len(context.draw.passes)
+        if len(kept) == count:
             return super().cross(x_BTD, context, None)
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
@@ -154,12 +157,18 @@ class CrossAttentionDropLayer(DecoderLayer):
             # The same holds for the encoder, if all layers drop in one update.
             assert context.memory_BSD is not None
             return ops.touch(x_BTD, context.memory_BSD)
-        crossed = super().cross(select_blocks(x_BTD, len(coins), kept), context.of_passes(kept), None)
-        rows = x_BTD.shape[0] // len(coins)
+        crossed = super().cross(select_blocks(x_BTD, count, kept), context.of_passes(kept), None)
+        rows = x_BTD.shape[0] // count
         blocks, done = list(torch.split(x_BTD, rows)), torch.split(crossed, rows)
         for index, block in zip(kept, done, strict=True):
             blocks[index] = block
         return torch.cat(blocks)
+
+    def _kept(self, context: Context) -> list[int]:
+        """Return the indices of the passes that do not skip cross-attention."""
+        assert context.draw is not None, "cross-attention drop needs the update's number in training"
+        coins = context.draw.uniform(Purpose.CROSS_ATTENTION_DROP, self.number)
+        return [index for index, coin in enumerate(coins) if coin >= self.rate]
 
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
