@@ -234,6 +234,12 @@ def test_settings_of_older_runs_follow_the_parts_that_are_used(
             load_recorded(file)
 
 
+def test_runs_from_before_loops_and_exits_were_corrected_compute_as_before() -> None:
+    config = validate_recorded({"model": {"name": "recurrent"}, "objective": {"multi_softmax": {"exits": "2x2"}}})
+    assert config.model.model_dump()["deepnorm_depth"] == "layers"
+    assert config.objective["multi_softmax"].model_dump()["inverse_probability"] is False
+
+
 @pytest.mark.parametrize(
     ("recipe", "vocab", "millions"),
     [
