@@ -45,7 +45,7 @@ from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
 from deepspeed_nmt.nn.sublayer import Residual
@@ -149,6 +149,10 @@ class CrossAttentionDropLayer(DecoderLayer):
         self.number = number
         self.rate = rate
         self.coins_per = coins_per
+
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the source for all applications, unless all passes skip them."""
+        return None if self.training and not self._kept(context) else super().project_source(context)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply cross-attention to the rows of the passes that do not skip it.

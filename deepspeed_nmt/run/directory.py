@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.config import RunConfig, load_config, validate
+from deepspeed_nmt.config import RunConfig, load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
@@ -93,7 +93,7 @@ class Run:
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
         check_utf8_name(path, option)
         files = verify_run(path)
-        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path), files)
+        return cls(path, load_recorded(path / CONFIG_FILE), open_tokenizer(path), files)
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -179,7 +179,7 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     if (record := checkpoint.run) is None:
         return
     now = config.flat()
-    before = validate(record.config).flat()
+    before = validate_recorded(record.config).flat()
     differences = [
         f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}" for key in _changed(before, now)
     ]
@@ -252,7 +252,7 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
             f"{data.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
-    before = load_config(file=path / CONFIG_FILE).flat()
+    before = load_recorded(path / CONFIG_FILE).flat()
     now = config.flat()
     problems = [
         f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from deepspeed_nmt.config import load_config, validate
+from deepspeed_nmt.config import load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory
 from deepspeed_nmt.errors import DataError, UserError
@@ -212,7 +212,7 @@ def _differences(path: Path, record: RunRecord | None) -> dict[str, str]:
     if record is not None and (path / CONFIG_FILE).is_file():
         with suppress(UserError):
             problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
-            if load_config(file=path / CONFIG_FILE) == validate(record.config):
+            if load_recorded(path / CONFIG_FILE) == validate_recorded(record.config):
                 del problems[CONFIG_FILE]
     return problems
 
@@ -238,7 +238,7 @@ def _restored(
     for name, problem in sorted(problems.items()):
         source = "the newest checkpoint"
         if name == CONFIG_FILE and record is not None and not (path / name).exists():
-            restored[name] = validate(record.config).to_yaml().encode()
+            restored[name] = validate_recorded(record.config).to_yaml().encode()
         elif name == DATA_FILE and record is not None:
             found = DataRecord(path=record.data, fingerprint=record.fingerprint, longest_source=record.longest_source)
             restored[name] = found.content()

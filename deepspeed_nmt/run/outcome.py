@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.config import RunConfig, load_recorded
 from deepspeed_nmt.data.directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.curves import HOURS, RunCurves
@@ -49,7 +49,7 @@ class Outcome:
         curves = None
         with suppress(DataError):
             curves = RunCurves(path)
-        return cls(path, load_config(file=path / CONFIG_FILE), curves, _progress(path))
+        return cls(path, load_recorded(path / CONFIG_FILE), curves, _progress(path))
 
     @property
     def updates(self) -> int:

@@ -402,3 +402,15 @@ def test_a_model_of_many_exits_translates_at_each(
     command = ["translate", "--run", str(run), "--checkpoint", "last", "--input", source, "--output", "-"]
     assert main([*command, "--encoder-layers", "3"]) == 2
     assert "n from 1 to 2 stages of the encoder" in capsys.readouterr().err
+    # As if the run were older than the weights by inverse probability.
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["objective"]["multi_softmax"].pop("inverse_probability") is True
+    change_settings(run, config)
+    assert translated(data, run, tmp_path) == whole
+    for more in ("training.max_updates=13", "training.max_updates=14"):
+        assert main(words(data, run, *small, *exits, more)) == 0, "the same command resumes it, once and again"
+        assert "inverse_probability: false" in (run / "config.yaml").read_text()
+    capsys.readouterr()
+    refused = "objective.multi_softmax.inverse_probability=true"
+    assert main(words(data, run, *small, *exits, refused)) == 2
+    assert "objective.multi_softmax.inverse_probability must stay False" in capsys.readouterr().err
