@@ -106,7 +106,9 @@ def settings(page: Path) -> list[Setting]:
         key, paper, here, names, reason = cells
         stated = paper if paper == NOT_STATED else yaml.safe_load(paper.replace("`", "")) if paper else None
         value = yaml.safe_load(here.replace("`", "")) if here else stated
-        found.append(Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason))
+        found.append(
+            Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason)
+        )
     return found
 
 
@@ -145,7 +147,11 @@ def _expanded(match: re.Match[str]) -> str:
 def _rows(page: Path) -> Iterator[Row]:
     for place, cells in _tables(page, ROWS):
         name, _, text = cells
-        commands = tuple(each for each in re.findall(r"`([^`]+)`", text) if re.match(r"(train|plan|translate|average|score|report) ", each))
+        commands = tuple(
+            each
+            for each in re.findall(r"`([^`]+)`", text)
+            if re.match(r"(train|plan|translate|average|score|report) ", each)
+        )
         yield Row(page.name, place, name, commands, text)
 
 
