@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import AfterValidator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed_nmt.errors import ConfigError, shown
-from deepspeed_nmt.registry import Config
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,17 +25,8 @@ Form = Literal["raw", "moses", "tokenised", "unknown"]
 _TOKENISED_LINES_WORTH_A_WARNING = 0.3
 
 
-def _language(code: str) -> str:
-    """Check a language code (ISO 639)."""
-    if not re.fullmatch("[a-z]{2,3}", code):
-        raise ValueError(f"must be a language code, for example de, but is {shown(code)}")
-    return code
-
-
-Language = Annotated[str, AfterValidator(_language)]
-
-
-class TextForm(Config):
+@dataclass(frozen=True)
+class TextForm:
     """Form of a corpus's text. Segmented text has the form of the words that its segments make.
 
     Attributes:
@@ -48,13 +37,13 @@ class TextForm(Config):
     """
 
     form: Form = "unknown"
-    source_lang: Language | None = None
-    target_lang: Language | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
 
     @classmethod
     def unrecorded(cls, segmented: bool) -> TextForm:
         """Return the form of text whose form was not recorded; segmented text at least consists of tokens."""
-        return cls(form="tokenised" if segmented else "unknown")
+        return cls("tokenised" if segmented else "unknown")
 
     @classmethod
     def moses(cls, target_lang: str, option: str) -> TextForm:
@@ -68,7 +57,7 @@ class TextForm(Config):
             ConfigError: if it is no language code.
         """
         try:
-            return cls(form="moses", target_lang=_language(target_lang))
+            return cls("moses", target_lang=check_language(target_lang))
         except ValueError as error:
             raise ConfigError(f"{option} {error}") from error
 
@@ -86,6 +75,12 @@ class TextForm(Config):
             return "the text is raw, and its target language is not recorded"
         elif self.form == "unknown":
             return "the form of the text is not recorded"
+        return ""
+
+    def how(self, kind: Kind) -> str:
+        """Return a phrase for the log about :meth:`convert`; "" if it keeps the text."""
+        if (kind, self.form) in (("plain", "moses"), ("tokenised", "raw")):
+            return f"{'de' if kind == 'plain' else ''}tokenised by Moses' rules for {self.target_lang}"
         return ""
 
     def convert(self, kind: Kind, lines: Sequence[str]) -> list[str]:
@@ -108,6 +103,17 @@ class TextForm(Config):
         if kind == "tokenised" and self.form == "raw":
             return list(tokenise(lines, language))
         return list(lines)
+
+
+def check_language(code: str) -> str:
+    """Return a language code (ISO 639).
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not re.fullmatch("[a-z]{2,3}", code):
+        raise ValueError(f"must be a language code, for example de, but is {shown(code)}")
+    return code
 
 
 def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
@@ -15,7 +16,7 @@ from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import Language, TextForm
+from deepspeed_nmt.text import TextForm, check_language
 
 DEFAULT_VOCAB_SIZE = 8000
 
@@ -43,9 +44,9 @@ class PrepareOptions(Config):
     """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
     text: Literal["raw", "moses", "tokenised"] | None = None
     """Form of the text, or of the words of segmented text; None means raw, or tokenised if it is segmented."""
-    source_lang: Language | None = None
+    source_lang: Annotated[str, AfterValidator(check_language)] | None = None
     """Language code of the source."""
-    target_lang: Language | None = None
+    target_lang: Annotated[str, AfterValidator(check_language)] | None = None
     """Language code of the target, required by Moses' detokenizer."""
     character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
     """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
@@ -118,7 +119,7 @@ class PrepareOptions(Config):
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         text = self.text_form
         if text != TextForm(form="tokenised" if self.segmented else "raw"):  # not recorded by versions without it
-            options["text"] = text.model_dump()
+            options["text"] = asdict(text)
         if vocabulary is not None:
             return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)

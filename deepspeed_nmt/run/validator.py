@@ -76,7 +76,8 @@ class ModelValidator:
         self._scorer = Scorer(metrics, data.text_form, references[: self._count])
         if world.is_main:
             for metric in metrics:
-                logger.info("%s: %s", _tag(metric.name), metric.signature())
+                how = data.text_form.how(metric.kind)
+                logger.info("%s: %s%s", _tag(metric.name), metric.signature(), how and f"; {how}")
 
     def __call__(self, update: int) -> Validation:
         """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""

@@ -394,6 +394,7 @@ def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
     metrics = ["validation.metrics=[bleu,bleu_tokenised,chrf,ter]", "validation.best_by=ter"]
     assert train(moses, run, *SMALL, *metrics, "training.max_updates=13", "collapse.every=0") == 0
     said = capsys.readouterr().err
+    assert "; detokenised by Moses' rules for de" in said
     assert "valid/bleu_tokenised: nrefs:1|case:mixed|eff:no|tok:none" in said and ", valid ter " in said
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert {tag for tag in last if tag.startswith("valid/")} == {

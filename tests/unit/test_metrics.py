@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_metric_that_the_text_does_not_allow_is_refused() -> None:
         chosen(RAW, metrics=["bleu_tokenised"])
     with pytest.raises(ConfigError, match="needs tokenised text, but the form of the text is not recorded"):
         chosen(UNKNOWN, metrics=["bleu_tokenised"])
-    assert chosen(RAW.model_copy(update={"target_lang": "de"}), metrics=["bleu_tokenised"])[0] == ["bleu_tokenised"]
+    assert chosen(replace(RAW, target_lang="de"), metrics=["bleu_tokenised"])[0] == ["bleu_tokenised"]
 
 
 @pytest.mark.parametrize(
