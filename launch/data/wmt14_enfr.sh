@@ -23,7 +23,7 @@
 #
 #   --text moses --vocab-size 40000 --max-length 250 --ratio 1.5 --no-dedup --no-normalise
 #
-# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. The corpora have 40.8 million pairs; the papers' 36
+# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. The corpora have some 41 million pairs; the papers' 36
 # million are what a ratio of 1.5 leaves. Valid: newstest2012 and 2013 (sacreBLEU's wmt12, wmt13). Test: newstest2014
 # (wmt14/full).
 #
