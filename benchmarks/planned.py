@@ -59,7 +59,7 @@ def main() -> None:
         f"engine.precision={gpu.precision}",
         f"training.max_updates={arguments.updates}",
     ]
-    words += [f"training.log_every={half}", "validation.bleu=false", "validation.best_by=loss", "collapse.every=0"]
+    words += [f"training.log_every={half}", "validation.metrics=[]", "collapse.every=0"]
     status = deepspeed_nmt([*words, *arguments.settings])
     if status:
         sys.exit(status)

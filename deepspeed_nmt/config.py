@@ -8,19 +8,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import SerializeAsAny, ValidationError
 
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
-from deepspeed_nmt.data.batching import MAX_TOKENS, BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.recipes import load_recipe
 from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
 from deepspeed_nmt.registry import Config, Registry, problem_of
+from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.collapse import CollapseConfig
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
@@ -30,23 +31,6 @@ NAMED: dict[str, Registry[Any]] = {"model": MODELS, "layer": LAYERS, "search": S
 """Sections whose class depends on their setting ``name``."""
 _MAX_HINTS = 10
 """Bound on the unknown settings that are searched for a similar name, and listed."""
-
-
-class ValidationConfig(Config):
-    """Validation during training."""
-
-    bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
-    best_by: Literal["bleu", "loss"] = Field(
-        default="bleu",
-        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
-        "lower loss",
-    )
-    max_sentences: int = Field(
-        default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
-    )
-    max_tokens: int = Field(
-        default=4096, ge=1, le=MAX_TOKENS, description="batch size of the search: sentences x longest source"
-    )
 
 
 def _flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -112,7 +112,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 progress.update,
             )
             return EXIT_STOPPED
-        best = "" if progress.best_score is None else f", best validation score {progress.best_score:.2f}"
+        best = "" if progress.best_score is None else f", best validation score {abs(progress.best_score):.2f}"
         logger.info(
             "done: %d updates, %s target tokens%s (update %d)",
             progress.update,

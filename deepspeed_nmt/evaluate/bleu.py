@@ -117,8 +117,7 @@ def corpus_scores(
     if tokenize not in BLEU.TOKENIZERS:
         hint = did_you_mean(tokenize, BLEU.TOKENIZERS)
         raise ConfigError(f"`tokenize` must be one of sacreBLEU's tokenisers, but is '{tokenize}'{hint}")
-    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
-    bleu = BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+    bleu = plain_bleu(lowercase, tokenize)
     chrf = CHRF(lowercase=lowercase)
     bleu_score = bleu.corpus_score(hypotheses, references)
     chrf_score = chrf.corpus_score(hypotheses, references)
@@ -145,7 +144,7 @@ def tokenised_bleu(
         DataError: if there is nothing to score, or a reference has another number of lines.
     """
     _check_aligned(hypotheses, references)
-    metric = _tokenised_metric(lowercase)
+    metric = multi_bleu(lowercase)
     score = metric.corpus_score(hypotheses, references)
     return TokenisedBleu(bleu=float(score.score), detail=BleuDetail.of(score), signature=str(metric.get_signature()))
 
@@ -175,7 +174,7 @@ def paired_bootstrap(
     """
     for hypotheses in systems:
         _check_aligned(hypotheses, references)
-    metric = _tokenised_metric(lowercase) if tokenised else BLEU(lowercase=lowercase, force=True)
+    metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)
     named = [(str(number), hypotheses) for number, hypotheses in enumerate(systems)]
     signatures, table = PairedTest(named, {"BLEU": metric}, references, test_type="bs")()
     baseline, *others = [result for result in table["BLEU"] if isinstance(result, Result)]
@@ -224,7 +223,13 @@ def join_segments(line: str) -> str:
     return _SEGMENT_MARK.sub("", line)
 
 
-def _tokenised_metric(lowercase: bool) -> BLEU:
+def plain_bleu(lowercase: bool = False, tokenize: str = "13a") -> BLEU:
+    """Return BLEU of plain text, which sacreBLEU tokenises."""
+    # `force` disables sacreBLEU's warning about tokenised input, which bypasses our log; `score` has its own.
+    return BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
+
+
+def multi_bleu(lowercase: bool = False) -> BLEU:
     """Return BLEU as multi-bleu defines it: no tokenisation, and 0 instead of smoothing if no n-gram matches."""
     return BLEU(lowercase=lowercase, tokenize="none", smooth_method="none", force=True)
 

@@ -9,7 +9,7 @@ metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, remove_orphans
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
 from deepspeed_nmt.run.environment import environment
@@ -36,7 +37,9 @@ from deepspeed_nmt.run.manifest import (
     replace_files,
     verify_run,
 )
+from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.metrics import METRICS_FILE
 from deepspeed_nmt.train.store import CheckpointStore
@@ -106,6 +109,25 @@ class Run:
         """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
         return max(MAX_SOURCE_TOKENS, DataRecord.read(self.path).longest_source)
 
+    @property
+    def text_form(self) -> TextForm:
+        """Form of the text that the run was trained on, which is that of its translations."""
+        return DataRecord.read(self.path).text or TextForm.unrecorded(self.tokenizer.segmented)
+
+    def scorer(self, references: Iterable[str]) -> Scorer:
+        """Return a scorer of the run's translations by the BLEUs that the form of its text allows.
+
+        Its first metric is sacreBLEU where that is possible, else tokenised BLEU.
+
+        Args:
+            references: one reference of each sentence, in the form of the text that the run was trained on.
+
+        Raises:
+            ConfigError: if sacremoses is required and not installed.
+        """
+        metrics, _ = ValidationConfig().chosen(self.text_form)
+        return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
+
     def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
 
@@ -161,6 +183,7 @@ def record_of(config: RunConfig, data: DataDirectory) -> RunRecord:
         data=str(data.path.resolve()),
         fingerprint=data.fingerprint,
         longest_source=data.longest_source,
+        text=data.text_form,
         vocabulary=data.vocabulary,
     )
 

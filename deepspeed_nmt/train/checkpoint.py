@@ -40,6 +40,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -55,6 +56,7 @@ class RunRecord(Config):
         data: path of the data directory.
         fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
+        text: form of the data's text; None in older checkpoints.
         vocabulary: files of the vocabulary.
     """
 
@@ -62,6 +64,7 @@ class RunRecord(Config):
     data: str
     fingerprint: str
     longest_source: int = 0
+    text: TextForm | None = None
     vocabulary: dict[PlainName, FileRecord]
 
 

@@ -155,12 +155,13 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     session.watchdog.at(f"validating after update {progress.update}", slow=True)
     found = session.validator(progress.update)
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
-    if not progress.improved_by(found.score, found.loss):
+    if not found.improves_on(progress):
         return replace(progress, validations_since_best=progress.validations_since_best + 1), False
     return replace(
         progress,
         best_score=found.score,
         best_loss=found.loss,
+        best_by=found.best_by,
         best_update=progress.update,
         validations_since_best=0,
     ), True
