@@ -2,7 +2,7 @@
 
     deepspeed-nmt report collapse runs/plain runs/with_cad --out collapse.png
 
-The picture shows if decoders use their source: source reliance, training perplexity, validation loss and BLEU over
+The picture shows if decoders use their source: source reliance, training perplexity, validation loss and score over
 target tokens, and for each run the share of cross-attention in the update of each decoder layer over updates. Source
 reliance is the rise of the loss, in nats per target token, when the sources are shuffled among the sentences.
 """
@@ -26,8 +26,9 @@ _TITLES = {
     "train_ppl": "train ppl",
     "valid_loss": "valid loss",
     "valid_ppl": "valid ppl",
-    "valid_bleu": "valid BLEU",
-    "best_valid_bleu": "best",
+    "metric": "metric",
+    "valid_score": "valid score",
+    "best_valid_score": "best",
 }
 """Columns of the table by key of the JSON."""
 
@@ -54,19 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
         RunCurves,
         draw_curves,
         run_names,
-        validation_tag,
+        validation_metric,
     )
+    from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.evaluate.table import cell, json_line, text_table
 
     check_picture(arguments.out)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(run_names(paths), map(RunCurves, paths), strict=True))
+    metric = validation_metric(runs.values())
     panels = {
         SOURCE_RELIANCE: "source reliance (nats per token)",
         TRAIN_PERPLEXITY: "training perplexity",
         VALID_LOSS: "validation loss",
-        validation_tag("bleu"): "validation BLEU",
+        validation_tag(metric.name): f"validation {metric.name}",
     }
     draw_curves(runs, panels, arguments.out, shares=True)
     rows = [_row(name, each) for name, each in runs.items()]
@@ -82,10 +85,12 @@ def _row(name: str, curves: RunCurves) -> dict[str, object]:
         TRAIN_PERPLEXITY,
         VALID_LOSS,
         VALID_PERPLEXITY,
-        validation_tag,
+        validation_metric,
     )
+    from deepspeed_nmt.evaluate.metrics import validation_tag
 
-    bleu = curves.curve(validation_tag("bleu"))
+    metric = validation_metric([curves])
+    score = curves.curve(validation_tag(metric.name))
     return {
         "run": name,
         "updates": curves.updates,
@@ -94,7 +99,8 @@ def _row(name: str, curves: RunCurves) -> dict[str, object]:
         "train_ppl": curves.curve(TRAIN_PERPLEXITY).last,
         "valid_loss": curves.curve(VALID_LOSS).last,
         "valid_ppl": curves.curve(VALID_PERPLEXITY).last,
-        "valid_bleu": bleu.last,
-        "best_valid_bleu": bleu.highest,
+        "metric": metric.name,
+        "valid_score": score.last,
+        "best_valid_score": score.best(higher_is_better=metric.higher_is_better),
         "cross_share": {layer: curve.last for layer, curve in curves.cross_shares().items()},
     }

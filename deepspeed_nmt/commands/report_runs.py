@@ -54,8 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         VALID_PERPLEXITY,
         draw_curves,
         run_names,
-        validation_tag,
+        validation_metric,
     )
+    from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.evaluate.table import json_line, markdown_table, text_table
     from deepspeed_nmt.run.outcome import Outcome
@@ -67,12 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _differing(list(runs.values()))
     plans = Plans()
     rows = {name: _row(each, settings, plans) for name, each in runs.items()}
+    logged = {name: each.curves for name, each in runs.items() if each.curves is not None}
+    metric = validation_metric(logged.values())
     panels = {
         TRAIN_PERPLEXITY: "training perplexity",
         VALID_PERPLEXITY: "validation perplexity",
-        validation_tag("bleu"): "validation BLEU",
+        validation_tag(metric.name): f"validation {metric.name}",
     }
-    logged = {name: each.curves for name, each in runs.items() if each.curves is not None}
     draw_curves(logged, panels, arguments.out)
     if arguments.json:
         output("\n".join(json_line({"run": name, **row}) for name, row in rows.items()))
@@ -96,13 +98,12 @@ def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
         TRAIN_PERPLEXITY,
         VALID_LOSS,
         VALID_PERPLEXITY,
-        VALIDATION_METRICS,
-        validation_tag,
     )
+    from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
     from deepspeed_nmt.run.scores import recorded_scores
 
     flat = run.config.flat()
-    tags = {metric: validation_tag(metric) for metric in VALIDATION_METRICS}
+    tags = {metric: validation_tag(metric) for metric in METRICS}
     return {
         "path": str(run.path),
         "settings": {key: flat.get(key) for key in settings},
@@ -117,7 +118,7 @@ def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
         "valid_ppl": run.last(VALID_PERPLEXITY),
         "source_reliance": run.last(SOURCE_RELIANCE),
         "validation": {
-            metric: {"last": run.last(tag), "best": run.best(tag)}
+            metric: {"last": run.last(tag), "best": run.best(metric)}
             for metric, tag in tags.items()
             if run.last(tag) is not None
         },
@@ -127,7 +128,7 @@ def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return the table: a line for each setting and each result, a column for each run."""
-    from deepspeed_nmt.evaluate.curves import VALIDATION_METRICS
+    from deepspeed_nmt.evaluate.metrics import METRICS
     from deepspeed_nmt.evaluate.table import cell, setting
 
     runs = list(rows.values())
@@ -137,7 +138,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         lines.append(["data", *(cell(row["data"]) for row in runs)])
     lines.append(["status", *(row["status"] for row in runs)])
     lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits) in _NUMBERS.items()]
-    for metric in VALIDATION_METRICS:
+    for metric in METRICS:
         if any(metric in row["validation"] for row in runs):
             for which in ("last", "best"):
                 found = [row["validation"].get(metric, {}).get(which) for row in runs]

@@ -129,12 +129,15 @@ def _row(
     point: Point, run: Outcome | None, text: ParallelText | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Return what is known of a point, for JSON."""
-    from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE, TRAIN_PERPLEXITY, validation_tag
+    from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE, TRAIN_PERPLEXITY, validation_metric
 
     row: dict[str, Any] = {"point": point.number, "recipe": point.recipe, "settings": point.values}
     if run is None:
         return {**row, "status": "missing"}
-    bleu = run.best(validation_tag("bleu")) if text is None else _test_bleu(run, text, arguments)
+    if text is None:
+        bleu = run.best(validation_metric([] if run.curves is None else [run.curves]).name)
+    else:
+        bleu = _test_bleu(run, text, arguments)
     return {
         **row,
         "status": run.status,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.metrics import METRICS, Metric, validation_tag
 from deepspeed_nmt.evaluate.picture import picture, use_log_scale
 from deepspeed_nmt.files import parse_json, resolved
 
@@ -22,14 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 TOKENS, HOURS = "train/target_tokens", "perf/hours"
 SOURCE_RELIANCE = "collapse/source_reliance"
 TRAIN_PERPLEXITY, VALID_PERPLEXITY, VALID_LOSS = "train/ppl", "valid/ppl", "valid/loss"
-VALIDATION_METRICS = ("bleu", "bleu_tokenised", "chrf")
-"""Scores of validation by search, greater is better, in the order in which reports show them."""
 _CROSS_SHARE = re.compile(r"collapse/cross_share/layer_(\d+)")
-
-
-def validation_tag(metric: str) -> str:
-    """Return the tag under which validation logs a metric."""
-    return f"valid/{metric}"
 
 
 @dataclass(frozen=True)
@@ -51,10 +45,10 @@ class Curve:
         """Last value; None of an empty curve."""
         return self.values[-1] if self.values else None
 
-    @property
-    def highest(self) -> float | None:
-        """Largest value, NaN apart; None if there is none."""
-        return max((value for value in self.values if not math.isnan(value)), default=None)
+    def best(self, *, higher_is_better: bool = True) -> float | None:
+        """Return the best value, NaN apart; None if there is none."""
+        choose = max if higher_is_better else min
+        return choose((value for value in self.values if not math.isnan(value)), default=None)
 
 
 class RunCurves:
@@ -103,6 +97,13 @@ class RunCurves:
         tags = {tag for entry in self._entries for tag in entry}
         layers = {int(found[1]): tag for tag in tags if (found := _CROSS_SHARE.fullmatch(tag))}
         return {layer: self.curve(layers[layer]) for layer in sorted(layers)}
+
+
+def validation_metric(runs: Iterable[RunCurves]) -> Metric:
+    """Return the first metric of translations that one of the runs has logged; BLEU if none has."""
+    logged = list(runs)
+    found = (each for each in METRICS.values() if any(run.curve(validation_tag(each.name)).values for run in logged))
+    return next(found, METRICS["bleu"])
 
 
 def _entry(line: bytes) -> dict[str, float]:
@@ -167,7 +168,7 @@ def _draw_maps(axes: Sequence[Axes], maps: Mapping[str, Mapping[int, Curve]]) ->
     from matplotlib.colors import Normalize
 
     # One scale for all runs, so that their colours can be compared.
-    largest = max(curve.highest or 0.0 for layers in maps.values() for curve in layers.values())
+    largest = max(curve.best() or 0.0 for layers in maps.values() for curve in layers.values())
     scale = Normalize(0.0, largest or 1.0)
     used = axes[: len(maps)]
     for axis in axes[len(maps) :]:

@@ -12,7 +12,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.evaluate.bleu import sentence_bleu
 from deepspeed_nmt.evaluate.picture import picture
 from deepspeed_nmt.evaluate.table import cell, text_table
 
@@ -151,23 +150,23 @@ def by_size(depth: Depth) -> tuple[int, int, int]:
 
 
 def oracle(
-    depths: Sequence[Depth], translations: Sequence[Sequence[str]], references: Sequence[str]
+    depths: Sequence[Depth], translations: Sequence[Sequence[str]], bleus: Sequence[Sequence[float]]
 ) -> tuple[dict[str, int], list[str]]:
     """Choose the translation of each sentence that has the best sentence BLEU, and of equal ones the fastest depth's.
 
     Args:
         depths: all depths.
         translations: translations of all sentences by each depth.
-        references: reference of each sentence.
+        bleus: sentence BLEU of each translation.
 
     Returns:
         Number of sentences chosen from each depth, by its name and sorted :func:`by_size`; and the translations.
     """
     counts = {depth.name: 0 for depth in sorted(depths, key=by_size)}
     chosen = []
-    for reference, *candidates in zip(references, *translations, strict=True):
-        scores = {candidate: sentence_bleu(candidate, reference) for candidate in set(candidates)}
-        best = max(range(len(depths)), key=lambda number: (scores[candidates[number]], -depths[number].seconds))
+    for candidates, scores in zip(zip(*translations, strict=True), zip(*bleus, strict=True), strict=True):
+        ranks = [(score, -depth.seconds) for score, depth in zip(scores, depths, strict=True)]
+        best = ranks.index(max(ranks))
         counts[depths[best].name] += 1
         chosen.append(candidates[best])
     return counts, chosen

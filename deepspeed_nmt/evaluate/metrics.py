@@ -118,6 +118,11 @@ METRICS: Mapping[str, Metric] = {
 """All metrics by name."""
 
 
+def validation_tag(name: str) -> str:
+    """Return the tag under which a value of the validation set is logged: a metric, loss, nll or ppl."""
+    return f"valid/{name}"
+
+
 class Scorer:
     """Scores of translations of one set of sentences.
 
@@ -150,6 +155,15 @@ class Scorer:
             metric.name: metric.score(converted[metric.kind], self._references[metric.kind])
             for metric in self.metrics
         }
+
+    def first(self, hypotheses: Sequence[str]) -> float:
+        """Return the value of the first metric."""
+        kind = self.metrics[0].kind
+        return self.metrics[0].score(self._text.convert(kind, hypotheses), self._references[kind])
+
+    def scores_as(self, other: Scorer) -> bool:
+        """Return True if another scorer has the same metrics and references."""
+        return self.metrics == other.metrics and self._references == other._references
 
     def sentence_bleus(self, hypotheses: Sequence[str]) -> list[float]:
         """Return the smoothed BLEU of each sentence, to compare translations of it; of text of the first metric."""

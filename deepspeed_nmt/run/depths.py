@@ -14,6 +14,7 @@ from deepspeed_nmt.core.model import TranslationModel, exit_name
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.curves import run_names
 from deepspeed_nmt.evaluate.depths import Depth, Oracle, System, oracle
+from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.parallel_text import ParallelText
 from deepspeed_nmt.search import translate as search
@@ -121,26 +122,27 @@ def measure(system: Members, text: ParallelText, how: Measurement) -> System:
         ConfigError: if the runs translate into different forms of text.
         CheckpointError: if a run has no such checkpoint.
     """
-    references = text.references_for(system.pairs[0][0].tokenizer)
+    first = system.pairs[0][0]
+    scorer = first.scorer(text.references)
     depths: list[Depth] = []
     translations: list[list[str]] = []
     for run, pairs in system.pairs:
-        if text.references_for(run.tokenizer) != references:
+        if run.text_form != first.text_form or not run.scorer(text.references).scores_as(scorer):
             raise ConfigError(
-                f"the runs must translate into text of one form, but {run.path} and {system.pairs[0][0].path} do "
-                "not: one of them was trained on segmented text; compare them with `score`"
+                f"the runs must translate into text of one form, but {run.path} and {first.path} do not; compare "
+                "them with `score`"
             )
-        found, translated = _measure_run(run, pairs, text, how)
+        found, translated = _measure_run(run, pairs, text, scorer, how)
         depths += found
         translations += translated
     if not how.oracle:
         return System(system.name, depths)
-    sentences, chosen = oracle(depths, translations, references)
-    return System(system.name, depths, Oracle(sentences, text.bleu(system.pairs[0][0].tokenizer, chosen).value))
+    sentences, chosen = oracle(depths, translations, [scorer.sentence_bleus(each) for each in translations])
+    return System(system.name, depths, Oracle(sentences, scorer.first(chosen)))
 
 
 def _measure_run(
-    run: Run, pairs: Sequence[Pair], text: ParallelText, how: Measurement
+    run: Run, pairs: Sequence[Pair], text: ParallelText, scorer: Scorer, how: Measurement
 ) -> tuple[list[Depth], list[list[str]]]:
     """Return the depths of a run, and their translations.
 
@@ -164,7 +166,7 @@ def _measure_run(
             seconds[pair].append(time.monotonic() - started)
             if repetition == 0:
                 translated[pair] = hypotheses
-                bleu[pair] = text.bleu(run.tokenizer, hypotheses).value
+                bleu[pair] = scorer.first(hypotheses)
             logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleu[pair], seconds[pair][-1])
     depths = [Depth(*pair, bleu[pair], median(seconds[pair]), median(loading)) for pair in pairs]
     return depths, list(translated.values())

@@ -1,32 +1,14 @@
-"""Test sets: source sentences, their references, and the BLEU of their translations."""
+"""Test sets: source sentences and their references."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
 from deepspeed_nmt.files import open_text, shown_name, text_lines
-
-
-@dataclass(frozen=True)
-class Bleu:
-    """BLEU of a test set.
-
-    Attributes:
-        value: the score, 0 to 100.
-        metric: name of the metric: bleu, or bleu_tokenised of text that is tokenised already.
-        signature: to be published with the score.
-    """
-
-    value: float
-    metric: str
-    signature: str
 
 
 @dataclass(frozen=True)
@@ -66,21 +48,3 @@ class ParallelText:
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of both sides."""
         return hashlib.sha256("\n".join([*self.sources, *self.references]).encode()).hexdigest()
-
-    def references_for(self, tokenizer: Tokenizer) -> list[str]:
-        """Return the references in the form of a run's translations."""
-        return [tokenizer.reference(line) for line in self.references]
-
-    def bleu(self, tokenizer: Tokenizer, hypotheses: Sequence[str]) -> Bleu:
-        """Score translations of all sentences.
-
-        Args:
-            tokenizer: tokenizer of the run that made them.
-            hypotheses: one translation for each sentence.
-        """
-        references = [self.references_for(tokenizer)]
-        if tokenizer.segmented:
-            tokenised = tokenised_bleu(hypotheses, references)
-            return Bleu(tokenised.bleu, "bleu_tokenised", tokenised.signature)
-        plain = corpus_scores(hypotheses, references)
-        return Bleu(plain.bleu, "bleu", plain.bleu_signature)

@@ -20,11 +20,13 @@ class ScoreKey(Config):
 
     Attributes:
         text: digest of the sentences and their references.
+        signature: of the metric.
         weights: digest of the checkpoint's weights.
         search: settings of the search.
     """
 
     text: str
+    signature: str
     weights: str
     search: dict[str, Any]
 
@@ -83,7 +85,14 @@ def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> Rec
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
-    key = ScoreKey(text=text.digest, weights=checkpoint.weights_digest, search=run.config.search.model_dump())
+    scorer = run.scorer(text.references)
+    metric = scorer.metrics[0]
+    key = ScoreKey(
+        text=text.digest,
+        signature=metric.signature(),
+        weights=checkpoint.weights_digest,
+        search=run.config.search.model_dump(),
+    )
     scores = recorded_scores(run.path)
     for score in scores:
         if score.key == key:
@@ -92,15 +101,14 @@ def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> Rec
     with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
         translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
         hypotheses = [best[0].text for best in translated]
-    found = text.bleu(run.tokenizer, hypotheses)
     score = RecordedScore(
         key=key,
         text=text.name,
         lines=len(text.sources),
         checkpoint=checkpoint.path.name,
-        metric=found.metric,
-        value=found.value,
-        signature=found.signature,
+        metric=metric.name,
+        value=scorer(hypotheses)[metric.name],
+        signature=key.signature,
     )
     try:
         atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=(*scores, score)).model_dump_json(indent=1))

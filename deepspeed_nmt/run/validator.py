@@ -11,7 +11,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.validation import ValidationSet
-from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.evaluate.metrics import Scorer, validation_tag
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
@@ -77,7 +77,7 @@ class ModelValidator:
         if world.is_main:
             for metric in metrics:
                 how = data.text_form.how(metric.kind)
-                logger.info("%s: %s%s", _tag(metric.name), metric.signature(), how and f"; {how}")
+                logger.info("%s: %s%s", validation_tag(metric.name), metric.signature(), how and f"; {how}")
 
     def __call__(self, update: int) -> Validation:
         """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
@@ -85,12 +85,12 @@ class ModelValidator:
             values = self._loss(model)
             if self._scorer.metrics:
                 scores = self._scorer(self._translations(model))
-                values |= {_tag(name): score for name, score in scores.items()}
-        best, loss = self._best, values[_tag("loss")]
+                values |= {validation_tag(name): score for name, score in scores.items()}
+        best, loss = self._best, values[validation_tag("loss")]
         if best is None:  # losses, which are not rounded, decide alone
-            return Validation(values, _tag("loss"), -loss, loss, least=math.inf)
-        score = values[_tag(best.name)] * (1 if best.higher_is_better else -1)
-        return Validation(values, _tag(best.name), score, loss, best.least, best.decimals)
+            return Validation(values, validation_tag("loss"), -loss, loss, least=math.inf)
+        score = values[validation_tag(best.name)] * (1 if best.higher_is_better else -1)
+        return Validation(values, validation_tag(best.name), score, loss, best.least, best.decimals)
 
     def _loss(self, model: TranslationModel) -> dict[str, float]:
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
@@ -103,9 +103,9 @@ class ModelValidator:
         total = sum_over_ranks(sums, self._world)
         nll = total["nll"] / total["tokens"]
         return {
-            _tag("loss"): total["loss"] / total["tokens"],
-            _tag("nll"): nll,
-            _tag("ppl"): math.exp(min(nll, 100.0)),
+            validation_tag("loss"): total["loss"] / total["tokens"],
+            validation_tag("nll"): nll,
+            validation_tag("ppl"): math.exp(min(nll, 100.0)),
         }
 
     def _translations(self, model: TranslationModel) -> list[str]:
@@ -124,8 +124,3 @@ class ModelValidator:
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         return [text for _, text in sorted(gather_lists(pairs, self._world))]
-
-
-def _tag(name: str) -> str:
-    """Return the tag of a value of the validation set."""
-    return f"valid/{name}"

@@ -34,7 +34,8 @@ def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> No
     good, bad = "a b c d e", "x y z"
     # 1-2 comes before 2-1 in the order of the depths, and is slower.
     translations = [[bad, bad, good], [good, good, good], [good, bad, good], [bad, good, bad]]
-    counts, chosen = oracle(DEPTHS, translations, [good] * 3)
+    bleus = [[100.0 * (each == good) for each in row] for row in translations]
+    counts, chosen = oracle(DEPTHS, translations, bleus)
     assert counts == {"1-1": 1, "1-2": 1, "2-1": 1, "2-2": 0}
     assert chosen == [good] * 3
 
