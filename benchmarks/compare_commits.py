@@ -54,7 +54,7 @@ TINY = [
     *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=3", "model.decoder_layers=3"),
     *("model.attention_dropout=0.1", "model.activation_dropout=0.1", "model.init=xavier", *BEAM),
 ]
-TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
+TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1", "search.name=beam"]
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
@@ -197,9 +197,18 @@ def translate(commits: Commits, commit: str, run: str, searches: tuple[list[str]
     found: dict[str, str] = {}
     for number, options in enumerate(searches):
         file = commits.make(commit, f"{run.replace('/', '-')}-{number}.txt", [*words, *options])
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = map(candidate, file.read_text(encoding="utf-8").splitlines())
         found |= {" ".join([*options, f"line {index}"]): line for index, line in enumerate(lines, start=1)}
     return found
+
+
+def candidate(line: str) -> str:
+    """Return number, score and text of a line of an n-best list, also of that of commits before Moses' format."""
+    if "\t" in line:
+        return line
+    number, rest = line.split(" ||| ", 1)
+    text, _, score = rest.rsplit(" ||| ", 2)
+    return f"{number}\t{float(score):.4f}\t{text}"
 
 
 def newest(run: Path) -> Path:

@@ -29,6 +29,7 @@ from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines
 from deepspeed_nmt.search.translate import Translation, translate_lines
 from deepspeed_nmt.text import TextForm
@@ -221,6 +222,54 @@ def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator
         lines = text.convert("plain", [each.text for each in best])
         yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
 
+    def score(
+        self,
+        sources: Iterable[str],
+        translations: Iterable[str],
+        *,
+        max_tokens: int = 4096,
+        buffer_lines: int = 4096,
+        advance: Callable[[int], object] = lambda more: None,
+        max_source_tokens: int | None = None,
+        strict: bool = False,
+    ) -> Iterator[ScoredTranslation]:
+        """Yield the log-probability (nats) of each token of given translations, by forced decoding.
+
+        An ensemble gives the mean of its models' probabilities. Text is encoded anew, so its tokens can differ from
+        those of the search that wrote it.
+
+        Args:
+            sources: source sentences.
+            translations: a translation of each; for an n-best list repeat the source.
+            max_tokens: batch size: pairs x longest side.
+            buffer_lines: number of pairs to read ahead, so that batches have pairs of similar length.
+            advance: callback for progress; its argument is the number of pairs finished since the last call.
+            max_source_tokens: see :meth:`stream`.
+            strict: see :meth:`stream`.
+
+        Raises:
+            ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.
+            DataError: if there are more sources than translations or fewer, a translation is longer than the model
+                can read, or a source is too long and ``strict`` is True.
+        """
+        if not self.search.left_to_right:
+            raise ConfigError(
+                "`score` needs a run that translates from left to right, but this one predicts masked tokens, which "
+                "have no log-probability token by token; use another run"
+            )
+        return score_lines(
+            self.model,
+            self.tokenizer,
+            _checked(sources, "sources"),
+            _checked(translations, "translations"),
+            max_tokens=max_tokens,
+            buffer_lines=buffer_lines,
+            device=self.device,
+            advance=advance,
+            max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
+            strict=strict,
+        )
+
 
 def _check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
     """Check the type of an argument.
@@ -244,23 +293,25 @@ def _paths(run: Paths) -> list[Path]:
     return [Path(each) for each in several]
 
 
-def _checked(sentences: Iterable[str]) -> Iterator[str]:
+def _checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
     """Return an iterator over sentences that refuses everything else; it reads on demand.
+
+    Args:
+        sentences: to check.
+        name: of the argument, for messages.
 
     Raises:
         ConfigError: if they are one string, or no iterable. The iterator raises it for what is no string.
     """
     if isinstance(sentences, (str, bytes)):
-        raise ConfigError(
-            "`sentences` must be a list of sentences, but is one string; put it into a list: [sentence]"
-        )
-    _check_type("sentences", sentences, (Iterable,), "a list of sentences")
-    return map(_text, sentences)
+        raise ConfigError(f"`{name}` must be a list of sentences, but is one string; put it into a list: [sentence]")
+    _check_type(name, sentences, (Iterable,), "a list of sentences")
 
+    def text(sentence: str) -> str:
+        _check_type(name, sentence, (str,), "a list of strings")
+        return sentence
 
-def _text(sentence: str) -> str:
-    _check_type("sentences", sentence, (str,), "a list of strings")
-    return sentence
+    return map(text, sentences)
 
 
 def _check_ensemble(runs: Sequence[Run]) -> None:
@@ -301,8 +352,10 @@ def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_ex
     settings |= {key: value for key, value in changes.items() if value is not None}
     kind = SEARCHES[settings["name"]].config
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
+        owners = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
+        remedy = f"use search {' or '.join(owners)}, or leave it out" if owners else "leave it out"
         raise ConfigError(
-            f"{option(unknown[0])} is no option of search.name={settings['name']}, the search of this run"
+            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; {remedy}"
         )
     try:
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})

@@ -182,7 +182,7 @@ def strings(node: ast.AST) -> Iterator[str]:
 EXPORTED = {"MODELS", "LAYERS", "LIKELIHOODS", "REGULARIZERS", "self_tests", "collapse_remedies"}
 OWN_NAMES = (
     *("depth_growing", "cross_attention_drop", "recurrent", "closed_chain", "abnet", "drop_depth", "multi_softmax"),
-    *("objective.ddr", "objective.ald", "r_drop", "masked_tokens", "parallel_decoder"),
+    *("objective.ddr", "objective.ald", "r_drop", "masked_tokens", "parallel_decoder", "transparent"),
 )
 
 

@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-ratio", type=float, default=3.0, metavar="R",
-        help="largest ratio of the two sides' lengths; not checked up to 10 tokens (default: %(default)s)",
+        help="largest ratio of the two sides' lengths, in tokens of the vocabulary (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ratio-from", type=int, default=10, metavar="N",
+        help="check the ratio only if a side has more than N tokens; 1: always (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--keep-duplicates", action="store_true", help="keep duplicate pairs")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
     deepspeed-nmt score --hypothesis out.de --reference test.de --source test.en
     deepspeed-nmt score --hypothesis out.bpe.de --reference test.bpe.de --segmented --lowercase
+    deepspeed-nmt score --tune-rerank valid.nbest --reference valid.de
 
 Plain text is scored with sacreBLEU and chrF; publish a score together with the signature printed below it. Text that
 Moses' tokenizer made is detokenised first if --like names its run or data. Files are UTF-8, one sentence a line,
@@ -24,7 +25,14 @@ HELP = "score translations: sacreBLEU and chrF with their signatures"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--hypothesis", nargs="+", required=True, metavar="F", help="translations to score")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--hypothesis", nargs="+", metavar="F", help="translations to score")
+    subject.add_argument(
+        "--tune-rerank", metavar="F",
+        help="n-best lists of a validation set, written by `translate --rerank deep-shallow --nbest 2K` with K the "
+        "beam size: find the --alpha and --exponent of the highest BLEU",
+    )  # fmt: skip
+    parser.add_argument("--grid", action="store_true", help="with --tune-rerank: show BLEU at every pair")
     parser.add_argument("--reference", nargs="+", required=True, metavar="F", help="reference translations")
     parser.add_argument(
         "--source", metavar="F", help="source text: checks that it is aligned, and counts copies of it"
@@ -55,18 +63,47 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the files, score them, and print the scores.
 
     Raises:
+        ConfigError: if an option has no meaning with another.
         DataError: if a file is missing, empty, not UTF-8, or not aligned with the others.
     """
     from deepspeed_nmt.console import output
+    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.scoring import as_json, as_text, score_files, warn_of_copies, warn_of_files
 
-    inputs = _read(arguments)
     tokenised = arguments.tokenised or arguments.segmented
+    if arguments.tune_rerank is not None:
+        output(_tune(arguments, tokenised))
+        return 0
+    if arguments.grid:
+        raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
+    inputs = _read(arguments)
     warn_of_files(inputs, tokenised)
     for report in score_files(inputs, tokenised, arguments.lowercase):
         warn_of_copies(report)
         output(as_json(report, inputs) if arguments.json else as_text(report, inputs))
     return 0
+
+
+def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
+    """Return the report of --tune-rerank.
+
+    Raises:
+        ConfigError: if an option has no meaning with it.
+        DataError: if a file cannot be used.
+    """
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.evaluate.reranking import tune
+
+    if unused := [f"--{name}" for name in ("source", "like") if getattr(arguments, name) is not None]:
+        raise ConfigError(f"--tune-rerank compares n-best lists with --reference alone; leave out {unused[0]}")
+    found = tune(
+        arguments.tune_rerank,
+        arguments.reference,
+        tokenised=tokenised,
+        segmented=arguments.segmented,
+        lowercase=arguments.lowercase,
+    )
+    return found.as_json(arguments.grid) if arguments.json else found.as_text(arguments.grid)
 
 
 def _read(arguments: argparse.Namespace) -> ScoreInputs:

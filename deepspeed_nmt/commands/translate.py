@@ -3,17 +3,24 @@
     deepspeed-nmt translate --run RUN --input test.en --output test.hyp
     deepspeed-nmt translate --run RUN_A --run RUN_B --input test.en --output test.hyp       # an ensemble
 
-Files of any length are translated in bounded memory. The translation of an empty line is an empty line.
+Files of any length are translated in bounded memory. The translation of an empty line is an empty line. A line of an
+n-best list is `line ||| translation ||| features ||| score`, with lines counted from 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.evaluate.nbest import Candidate
+    from deepspeed_nmt.search.translate import Translation
 
 HELP = "translate text with a trained run"
 
@@ -44,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--nbest", type=int, default=1, metavar="N",
-        help="translations of each sentence; with scores if above 1 (default: %(default)s)",
+        help="translations of each sentence; if above 1, as n-best lists in Moses' format (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N",
@@ -68,7 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--alpha", type=float, metavar="A",
-        help="with --rerank: weight of the net that proposed a candidate (default: search.alpha of the run, or 0.5)",
+        help="deep-shallow: weight of the net that proposed a candidate (default: search.alpha of the run, or 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--exponent", type=float, metavar="E",
+        help="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or 0.4)",
     )  # fmt: skip
     parser.add_argument(
         "--detokenise", nargs="?", const="", metavar="L",
@@ -128,15 +139,24 @@ def run(arguments: argparse.Namespace) -> int:
                 if arguments.nbest == 1:
                     output.write(best[0].text + "\n")
                 else:
-                    output.writelines(f"{number}\t{each.score:.4f}\t{each.text}\n" for each in best)
+                    output.writelines(f"{candidate}\n" for candidate in _candidates(number, best))
                 if interactive:
                     output.flush()
             output.flush()
     return 0
 
 
-_SEARCH_OPTIONS = ("beam", "length_penalty", "alpha", "iterations", "length_beam")
+_SEARCH_OPTIONS = ("beam", "length_penalty", "alpha", "exponent", "iterations", "length_beam")
 """Options that override settings of the search."""
+
+
+def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
+    """Yield the translations of a line as an n-best list."""
+    from deepspeed_nmt.evaluate.nbest import Candidate
+
+    for each in translations:
+        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
+        yield Candidate(line, each.text, features, each.score)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -151,8 +171,6 @@ def _check(arguments: argparse.Namespace) -> None:
     if layers and arguments.exit is not None:
         raise ConfigError("--exit and --encoder-layers or --decoder-layers both choose an exit; give one of them")
     if arguments.rerank is None:
-        if arguments.alpha is not None:
-            raise ConfigError("--alpha is a weight of --rerank deep-shallow, which is missing; give both")
         return
     if layers or arguments.exit is not None:
         option = "--exit" if arguments.exit is not None else "--encoder-layers or --decoder-layers"

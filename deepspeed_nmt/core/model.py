@@ -35,8 +35,7 @@ class Memory:
     Attributes:
         states_BSD: states of the encoder.
         mask: bool (B,1,1,S), True for positions that are not padding; None if no position is padding.
-        below_BSD: states of the bottom encoder, to which the bottom decoder attends, for a model of two modules;
-            None for other models.
+        below_BSD: states to which the bottom decoder attends, for a model of two modules; None for other models.
     """
 
     states_BSD: Tensor
@@ -126,7 +125,7 @@ class TranslationModel(DecodableModel):
     @property
     @abstractmethod
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        """Trained stacks of the encoder and of the decoder."""
+        """Stacks of the encoder and of the decoder through which gradients pass."""
 
     @abstractmethod
     def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:

@@ -207,18 +207,21 @@ class SearchConfig(PartConfig):
         name: name of the search in its registry.
         left_to_right: True if the search decodes one token after another.
         needs_exits: named exits that the model must have.
-        width_setting: setting that bounds the number of translations per sentence; None if there is only one.
+        width_setting: setting that bounds the number of translations per sentence and list; None if there is only
+            one translation.
+        lists: number of lists of translations of a sentence.
     """
 
     name: str
     left_to_right: ClassVar[bool] = True
     needs_exits: ClassVar[tuple[str, ...]] = ()
     width_setting: ClassVar[str | None] = None
+    lists: ClassVar[int] = 1
 
     @property
     def width(self) -> int:
         """Largest number of translations per sentence."""
-        return 1 if self.width_setting is None else int(getattr(self, self.width_setting))
+        return 1 if self.width_setting is None else self.lists * int(getattr(self, self.width_setting))
 
     def contradictions(self, parts: Parts) -> Iterable[str]:
         """Refuse models without the exits in ``needs_exits``."""

@@ -194,23 +194,47 @@ def _resampled_bleu(
     metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> NDArray[np.float64]:
     """Return the BLEU of resampled test sets; the draws are the same for every system."""
-    metric.effective_order = (
-        True  # prevents a warning for each sentence; the sentence scores that it changes are not used
+    table = sentence_statistics(metric, hypotheses, references)
+    draws = np.random.default_rng(_RESAMPLE_SEED)
+    return np.array(
+        [
+            bleu_of_statistics(metric, table[draws.integers(len(table), size=len(table))].sum(axis=0))
+            for _ in range(_RESAMPLES)
+        ]
     )
+
+
+def sentence_statistics(
+    metric: BLEU, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[np.int64]:
+    """Count what BLEU adds up over the sentences of a test set.
+
+    Args:
+        metric: of plain or of tokenised text.
+        hypotheses: one translation per sentence.
+        references: one list for each reference, aligned with ``hypotheses``.
+
+    Returns:
+        For each sentence the matching n-grams of each order, all n-grams of each order, and the lengths of hypothesis
+        and reference.
+    """
+    effective_order = metric.effective_order
+    metric.effective_order = True  # prevents a warning for each sentence; the scores that it changes are not used
     found = [
         metric.sentence_score(hypothesis, others) for hypothesis, *others in zip(hypotheses, *references, strict=True)
     ]
-    table = np.array([[*each.counts, *each.totals, each.sys_len, each.ref_len] for each in found])
-    draws = np.random.default_rng(_RESAMPLE_SEED)
+    metric.effective_order = effective_order
+    return np.array([[*each.counts, *each.totals, each.sys_len, each.ref_len] for each in found])
+
+
+def bleu_of_statistics(metric: BLEU, total: NDArray[np.int64]) -> float:
+    """Return the BLEU of a test set from the sum of its :func:`sentence_statistics`."""
+    *ngrams, sys_len, ref_len = total.tolist()
     orders = metric.max_ngram_order
-    scores = []
-    for _ in range(_RESAMPLES):
-        *ngrams, sys_len, ref_len = table[draws.integers(len(table), size=len(table))].sum(axis=0).tolist()
-        score = metric.compute_bleu(
-            ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method=metric.smooth_method
-        )
-        scores.append(score.score)
-    return np.array(scores)
+    score = metric.compute_bleu(
+        ngrams[:orders], ngrams[orders:], sys_len, ref_len, smooth_method=metric.smooth_method
+    )
+    return float(score.score)
 
 
 def sentence_bleu(hypothesis: str, reference: str) -> float:

@@ -20,6 +20,7 @@ from deepspeed_nmt.methods import (
     parallel_decoder,
     recurrent,
     transformer,
+    transparent_attention,
 )
 from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.registry import Entry, Registry, SelfTest
@@ -45,6 +46,12 @@ MODELS: Registry[TranslationModel] = Registry(
             parallel_decoder.SELF_TEST,
         ),
         Entry("abnet", abnet.AbNetConfig, abnet.build_abnet, abnet.SELF_TEST),
+        Entry(
+            "transparent_attention",
+            transparent_attention.TransparentAttentionConfig,
+            transparent_attention.build_transparent_attention,
+            transparent_attention.SELF_TEST,
+        ),
     ],
 )
 

@@ -14,7 +14,8 @@ x and y are the embedded tokens (scaled, with positions and dropout). The second
 of its cross-attention. r is a LayerNorm, one for each side, that is trained with the top.
 
 Embeddings, enc1, dec1 and the output projection are frozen: they have neither gradients nor optimizer state. The
-bottom runs without autograd. A pre-norm bottom keeps its final LayerNorm, and the top has its own.
+bottom runs without autograd, except for dec1 if it attends to r(x), which is trained. A pre-norm bottom keeps its
+final LayerNorm, and the top has its own.
 
 The model has two exits, which share the output projection: ``shallow`` (enc1 and dec1, the bottom itself) and
 ``deep``. Stage 2 minimises the loss of the deep exit only, and does not compute shallow logits.
@@ -22,8 +23,9 @@ The model has two exits, which share the output projection: ``shallow`` (enc1 an
 Deviations from the paper:
 
 - The equations contain no r. It comes from the authors' code; ``residual_norm=false`` replaces it by the identity.
-- In the authors' code, dec1 attends to h1 + r(x) when it runs below the top. Equation 2 is implemented, where it
-  attends to h1.
+- In the authors' code, the encoder adds r(x) to h1 in place, so that dec1 below the top attends to h1 + r(x).
+  ``attend=h1_plus_input`` does the same; by default dec1 attends to h1, as in equation 2. The shallow exit attends to
+  h1 in either case.
 - The paper does not mention dropout in the frozen module. It stays on in stage 2, as in the authors' code;
   ``frozen_dropout=false`` turns it off.
 
@@ -70,6 +72,11 @@ class DepthGrowingConfig(TransformerShape):
         default=True, description="LayerNorm on the embeddings that enter the top (r), as in the authors' code"
     )
     frozen_dropout: bool = Field(default=True, description="keep dropout on in the frozen bottom in training")
+    attend: Literal["h1", "h1_plus_input"] = Field(
+        default="h1",
+        description="states to which the bottom's decoder attends below the top: those of the bottom's encoder (the "
+        "paper), or their sum with the normalised embeddings (the authors' code)",
+    )
 
     named_exits: ClassVar[tuple[str, ...]] = ("shallow", "deep")
     grown_prefix: ClassVar[str | None] = "bottom."
@@ -119,10 +126,11 @@ SELF_TEST = SelfTest(
             "top_encoder_layers": 1,
             "top_decoder_layers": 1,
             "norm": "post",
+            "attend": "h1_plus_input",
         }
     },
 )
-"""One layer on a frozen bottom of one layer, post-norm."""
+"""One layer on a frozen bottom of one layer, post-norm. Gradients pass through the bottom's decoder."""
 
 
 class DepthGrowing(TranslationModel):
@@ -135,6 +143,7 @@ class DepthGrowing(TranslationModel):
         source_norm: r of the source; None for the identity.
         target_norm: r of the target; None for the identity.
         frozen_dropout: True to keep dropout in the bottom on in training.
+        attends_to_input: True if dec1 attends to h1 + r(x) below the top, False if to h1.
     """
 
     def __init__(
@@ -145,6 +154,7 @@ class DepthGrowing(TranslationModel):
         source_norm: LayerNorm | None,
         target_norm: LayerNorm | None,
         frozen_dropout: bool,
+        attends_to_input: bool,
     ) -> None:
         super().__init__()
         self.bottom = bottom.requires_grad_(False)
@@ -156,6 +166,7 @@ class DepthGrowing(TranslationModel):
         self.vocab_size = bottom.vocab_size
         self.pad = bottom.pad
         self.frozen_dropout = frozen_dropout
+        self.attends_to_input = attends_to_input
 
     @property
     @override
@@ -165,7 +176,10 @@ class DepthGrowing(TranslationModel):
     @property
     @override
     def stacks(self) -> tuple[list[LayerStack], list[LayerStack]]:
-        return [self.top_encoder], [self.top_decoder]
+        decoders = [self.top_decoder]
+        if self.attends_to_input and self.source_norm is not None:
+            decoders.insert(0, self.bottom.decoder)  # the gradient of r(x) passes through it
+        return [self.top_encoder], decoders
 
     def train(self, mode: bool = True) -> DepthGrowing:
         """Set training mode; the bottom enters it only if it keeps dropout."""
@@ -181,7 +195,7 @@ class DepthGrowing(TranslationModel):
             (below_BSD,) = self.bottom.encoder(embedded_BSD, Context(mask=mask))
         entry_BSD = below_BSD + (embedded_BSD if self.source_norm is None else self.source_norm(embedded_BSD))
         (states_BSD,) = self.top_encoder(entry_BSD, Context(mask=mask))
-        return Memory(states_BSD, mask, below_BSD)
+        return Memory(states_BSD, mask, entry_BSD if self.attends_to_input else below_BSD)
 
     @override
     def decode(
@@ -191,7 +205,8 @@ class DepthGrowing(TranslationModel):
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        with torch.no_grad():
+        assert memory.below_BSD is not None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and memory.below_BSD.requires_grad):
             embedded_BTD = self.bottom.target_embedding(target_input_BT)
             (below_BTD,) = self.bottom.decoder(embedded_BTD, Context(mask=memory.mask, memory_BSD=memory.below_BSD))
         return [self._top(embedded_BTD, below_BTD, Context(memory.mask, memory.states_BSD, draw), None)]
@@ -245,4 +260,5 @@ def build_depth_growing(
     )
     encoder, decoder = build_stacks(top, make_layer)
     source_norm, target_norm = (LayerNorm(config.dim) if config.residual_norm else None for _ in range(2))
-    return DepthGrowing(bottom, encoder, decoder, source_norm, target_norm, config.frozen_dropout)
+    attends_to_input = config.attend == "h1_plus_input"
+    return DepthGrowing(bottom, encoder, decoder, source_norm, target_norm, config.frozen_dropout, attends_to_input)

@@ -5,7 +5,8 @@ Legend: B sentences, S source length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -19,11 +20,13 @@ class Hypothesis:
         tokens: tokens without BOS and EOS.
         score: number by which a search ranks hypotheses; the higher the better.
         log_prob: log-probability (nats) of the tokens and the EOS after them.
+        features: further scores by name, which n-best lists show.
     """
 
     tokens: list[int]
     score: float
     log_prob: float
+    features: Mapping[str, float] = field(default_factory=dict)
 
 
 class Search(Protocol):

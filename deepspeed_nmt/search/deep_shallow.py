@@ -7,33 +7,40 @@ highest
     (alpha own + (1 - alpha) other) (length + 1)^exponent
 
 wins, where *own* is the score of the net that proposed it, *other* that of the other net, and length + 1 counts the
-EOS. A candidate that both nets proposed gets the higher of its two totals.
+EOS. A candidate that both nets proposed gets the higher of its two totals. If totals are equal, a candidate of the
+deep net wins.
 
-Legend: B sentences, S source length, T target length, N candidates.
+The candidates and their scores do not depend on alpha and the exponent, so one n-best list of all candidates suffices
+to choose both.
+
+Legend: B sentences, S source length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_nmt.core.model import Memory, TranslationModel
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
+from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.length_penalty import MAX_EXPONENT
 
-_LOGITS_AT_ONCE = 1 << 24
+_LogProbs = dict[tuple[int, ...], float]
+"""Log-probabilities (nats) of candidates by their tokens."""
 
 
 class DeepShallowConfig(BeamSettings):
     """Settings of deep-shallow decoding."""
 
     needs_exits: ClassVar[tuple[str, ...]] = ("deep", "shallow")
+    lists: ClassVar[int] = len(needs_exits)
     name: Literal["deep_shallow"] = "deep_shallow"
     alpha: float = Field(default=0.5, ge=0.0, le=1.0, description="weight of the exit that proposed a candidate")
     exponent: float = Field(
@@ -62,76 +69,60 @@ class DeepShallow:
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
         """Translate a batch of sentences into the candidates of both nets, best first; see :meth:`Search.search`."""
-        lists = [search.search(source_BS, padded) for search in self.searches]
-        results: list[list[Hypothesis]] = [[] for _ in range(source_BS.shape[0])]
-        union = [sorted({tuple(h.tokens) for found in lists for h in found[row]}) for row in range(len(results))]
-        scores = [mean_log_probs(net, self.vocabulary, source_BS, padded, union) for net in self.nets]
-        for row, candidates in enumerate(union):
-            for number, tokens in enumerate(candidates):
-                means = [score[row][number] for score in scores]
-                totals = [
-                    (self.config.alpha * means[own] + (1.0 - self.config.alpha) * means[1 - own])
-                    * (len(tokens) + 1) ** self.config.exponent
-                    for own in range(2)
-                    if any(tuple(hypothesis.tokens) == tokens for hypothesis in lists[own][row])
-                ]
-                results[row].append(Hypothesis(list(tokens), max(totals), means[0] * (len(tokens) + 1)))
-        return [sorted(found, key=lambda hypothesis: -hypothesis.score) for found in results]
+        own = [
+            [{tuple(each.tokens): each.log_prob for each in found} for found in search.search(source_BS, padded)]
+            for search in self.searches
+        ]
+        scores = [
+            self._completed(net, ours, theirs, source_BS, padded)
+            for net, ours, theirs in zip(self.nets, own, reversed(own), strict=True)
+        ]
+        results = []
+        for row, (deep, shallow) in enumerate(zip(*own, strict=True)):
+            found = [
+                self._hypothesis(
+                    tokens, [score[row][tokens] for score in scores], [tokens in deep, tokens in shallow]
+                )
+                for tokens in {**deep, **shallow}
+            ]
+            results.append(sorted(found, key=lambda hypothesis: -hypothesis.score))
+        return results
 
+    def _completed(
+        self, net: TranslationModel, ours: list[_LogProbs], theirs: list[_LogProbs], source_BS: Tensor, padded: bool
+    ) -> list[_LogProbs]:
+        """Return the log-probabilities of all candidates under a net, which has scored its own in its search.
 
-@torch.inference_mode()
-def mean_log_probs(
-    model: TranslationModel,
-    vocabulary: Vocabulary,
-    source_BS: Tensor,
-    padded: bool,
-    candidates: Sequence[Sequence[tuple[int, ...]]],
-) -> list[list[float]]:
-    """Compute the mean log-probability (nats) of the tokens and EOS of each sentence's candidates.
+        Args:
+            net: the net.
+            ours: log-probabilities of its own candidates of each sentence.
+            theirs: candidates of the other net.
+            source_BS: source tokens.
+            padded: False promises that no position is padding.
+        """
+        missing = [[each for each in other if each not in own] for own, other in zip(ours, theirs, strict=True)]
+        scored = token_log_probs([net], self.vocabulary, source_BS, padded, missing)
+        return [
+            own | {tokens: math.fsum(log_probs) for tokens, log_probs in zip(asked, found, strict=True)}
+            for own, asked, found in zip(ours, missing, scored, strict=True)
+        ]
 
-    Args:
-        model: the net that scores.
-        vocabulary: special tokens.
-        source_BS: source tokens, as in :meth:`Search.search`.
-        padded: False promises that no position is padding.
-        candidates: candidates of each sentence, without BOS and EOS.
+    def _hypothesis(self, tokens: tuple[int, ...], log_probs: list[float], proposed: list[bool]) -> Hypothesis:
+        """Return a candidate with its total.
 
-    Returns:
-        Means in the shape of ``candidates``.
-    """
-    bos, eos, pad = vocabulary.bos, vocabulary.eos, vocabulary.pad
-    memory = model.encode(source_BS, padded)
-    flat = [(row, tokens) for row, each in enumerate(candidates) for tokens in each]
-    length = max((len(tokens) for _, tokens in flat), default=0) + 1
-    at_once = max(1, _LOGITS_AT_ONCE // (length * model.vocab_size))
-    means: list[list[float]] = [[] for _ in candidates]
-    for start in range(0, len(flat), at_once):
-        part = flat[start : start + at_once]
-        inputs_NT = torch.full((len(part), length), pad)
-        outputs_NT = torch.full((len(part), length), pad)
-        for place, (_, tokens) in enumerate(part):
-            inputs_NT[place, : len(tokens) + 1] = torch.tensor([bos, *tokens])
-            outputs_NT[place, : len(tokens) + 1] = torch.tensor([*tokens, eos])
-        inputs_NT, outputs_NT = inputs_NT.to(source_BS.device), outputs_NT.to(source_BS.device)
-        for (row, _), value in zip(part, _means(model, memory, part, inputs_NT, outputs_NT), strict=True):
-            means[row].append(value)
-    return means
-
-
-def _means(
-    model: TranslationModel,
-    memory: Memory,
-    part: Sequence[tuple[int, tuple[int, ...]]],
-    inputs_NT: Tensor,
-    outputs_NT: Tensor,
-) -> list[float]:
-    rows_N = torch.tensor([row for row, _ in part], device=inputs_NT.device)
-    states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]
-    logits_NTV: Tensor = model.projection(states_NTD)
-    log_p_NTV = torch.log_softmax(logits_NTV.float(), dim=2)
-    real_NT = torch.arange(outputs_NT.shape[1], device=outputs_NT.device) <= torch.tensor(
-        [len(tokens) for _, tokens in part], device=outputs_NT.device
-    ).unsqueeze(1)
-    chosen_NT = log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2)
-    values: list[float] = (torch.where(real_NT, chosen_NT, 0.0).sum(dim=1) / real_NT.sum(dim=1)).tolist()
-    return values
+        Args:
+            tokens: of the candidate.
+            log_probs: its log-probability under each net.
+            proposed: for each net, True if it proposed the candidate.
+        """
+        alpha, length = self.config.alpha, len(tokens) + 1
+        means = [log_prob / length for log_prob in log_probs]
+        total = max(
+            (alpha * means[own] + (1.0 - alpha) * means[1 - own]) * length**self.config.exponent
+            for own in range(2)
+            if proposed[own]
+        )
+        names = self.config.needs_exits
+        features = dict(zip(names, means, strict=True))
+        features |= {f"by_{name}": float(by) for name, by in zip(names, proposed, strict=True)}
+        return Hypothesis(list(tokens), total, log_probs[0], features)

@@ -40,12 +40,15 @@ class Ensemble(DecodableModel):
 
     Args:
         models: models with the same vocabulary.
+
+    Attributes:
+        members: the models.
     """
 
     def __init__(self, models: Sequence[DecodableModel]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
-        self._each = list(models)
+        self.members = list(models)
         self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
         for side in ("longest_source", "longest_target"):
             bounds = [bound for model in models if (bound := getattr(model, side)) is not None]
@@ -54,22 +57,22 @@ class Ensemble(DecodableModel):
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
         """Encode sources with every model."""
-        parts = tuple(model.encode(source_BS, padded) for model in self._each)
+        parts = tuple(model.encode(source_BS, padded) for model in self.members)
         return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
 
     def begin(self) -> DecoderCache:
         """Create the caches of all models."""
-        return _Caches([model.begin() for model in self._each])
+        return _Caches([model.begin() for model in self.members])
 
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         """Compute log-probabilities of the next token, averaged as probabilities. Shape: (R,) -> (R,V)."""
         assert isinstance(memory, _Memories) and isinstance(cache, _Caches)
         log_p = [
             torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
-            for model, part, kept in zip(self._each, memory.parts, cache.parts, strict=True)
+            for model, part, kept in zip(self.members, memory.parts, cache.parts, strict=True)
         ]
         return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
 
     def at_exit(self, name: str) -> DecodableModel:
         """Create the ensemble of the models' exits."""
-        return Ensemble([model.at_exit(name) for model in self._each]).train(self.training)
+        return Ensemble([model.at_exit(name) for model in self.members]).train(self.training)

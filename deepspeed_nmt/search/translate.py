@@ -7,8 +7,8 @@ Legend: B sentences, S source length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -29,11 +29,15 @@ class Translation:
         text: the translation.
         score: its score in the search; 0 for an empty line.
         tokens: its tokens, without BOS and EOS.
+        log_prob: log-probability (nats) of its tokens and the EOS; 0 for an empty line.
+        features: further scores of the search by name; see :class:`Hypothesis`.
     """
 
     text: str
     score: float
     tokens: list[int]
+    log_prob: float = 0.0
+    features: Mapping[str, float] = field(default_factory=dict)
 
 
 def translate_lines(
@@ -82,25 +86,36 @@ def translate_lines(
         "nbest": nbest,
         "max_source_tokens": max_source_tokens,
     }
-    problems = [
-        f"{option(name)} must be a whole number of at least 1, but is {shown(value)}"
-        for name, value in numbers.items()
-        if not isinstance(value, int) or value < 1
-    ]
+    problems = out_of_bounds(numbers)
     if isinstance(nbest, int) and nbest > config.width:
-        width = None if config.width_setting is None else option(config.width_setting)
-        problems.append(
-            f"{option('nbest')} must be 1 with search.name={config.name}, but is {nbest}; use another search"
-            if width is None
-            else f"{option('nbest')} must be at most {width}, which is {config.width}, but is {nbest}; "
-            f"raise {width} to {nbest}"
-        )
+        problems.append(_too_many(nbest, config))
     if problems:
         raise ConfigError(problems)
     search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
     reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
     on = torch.device(device)
     return _translate(search, tokenizer, reader, iter(lines), max_tokens, buffer_lines, on, nbest, advance)
+
+
+def out_of_bounds(numbers: Mapping[str, object]) -> list[str]:
+    """Return one sentence for each option that is not a whole number of at least 1."""
+    return [
+        f"{option(name)} must be a whole number of at least 1, but is {shown(value)}"
+        for name, value in numbers.items()
+        if not isinstance(value, int) or value < 1
+    ]
+
+
+def _too_many(nbest: int, config: SearchConfig) -> str:
+    """Return the message that a search does not keep ``nbest`` translations."""
+    if config.width_setting is None:
+        return f"{option('nbest')} must be 1 with search.name={config.name}, but is {nbest}; use another search"
+    width = option(config.width_setting)
+    bound = width if config.lists == 1 else f"{config.lists} x {width}"
+    return (
+        f"{option('nbest')} must be at most {bound}, which is {config.width}, but is {nbest}; "
+        f"raise {width} to {-(-nbest // config.lists)}"
+    )
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
@@ -168,8 +183,8 @@ def _translate(
             source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], pad, device)
             for number, hypotheses in zip(numbers, search.search(source_BS, padded), strict=True):
                 translations[number] = [
-                    Translation(tokenizer.decode(hypothesis.tokens), hypothesis.score, hypothesis.tokens)
-                    for hypothesis in hypotheses[:nbest]
+                    Translation(tokenizer.decode(each.tokens), each.score, each.tokens, each.log_prob, each.features)
+                    for each in hypotheses[:nbest]
                 ]
             advance(len(numbers))
         yield from translations

@@ -67,7 +67,7 @@ def check_translation(tiny: Path, place: Path, case: tuple[list[bytes], Ends, li
     lines = output.decode().split("\n")
     assert lines.pop() == ""
     if "--nbest" in options:
-        numbers = [int(line.split("\t")[0]) for line in lines]
+        numbers = [int(line.split(" ||| ")[0]) for line in lines]
         assert sorted(set(numbers)) == list(range(count(text))) and numbers == sorted(numbers)
     else:
         assert len(lines) == count(text), repr(text)

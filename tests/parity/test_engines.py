@@ -26,6 +26,7 @@ ENGINES = {
     "growing": {1: ["plain"], 2: ["zero2", "zero3", "zero1:bf16", "zero2+recompute"]},
     "berts": {1: ["plain"], 2: ["zero1", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
+    "transparent": {1: ["plain"], 2: ["zero1:bf16", "zero3+recompute"]},
 }
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
@@ -34,6 +35,7 @@ TENSOR = {
     "exits": ["zero2", "zero3+recompute"],
     "growing": ["zero0+recompute", "zero3"],
     "berts": ["zero3"],
+    "transparent": ["zero3"],
 }
 DEPTHS = {
     "vanilla": {"encoder_layers": 1, "decoder_layers": 1},

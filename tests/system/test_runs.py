@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.run.manifest import DataRecord, replace_files
 from deepspeed_nmt.text import TextForm, detokenise
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -275,8 +276,10 @@ def test_translate_average_and_score(
         )
         == 0
     )
-    rows = [line.split("\t") for line in nbest.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == 40 and [row[2] for row in rows[::2]] == texts["last"].splitlines()
+    lists = read_nbest(str(nbest))
+    assert [len(each) for each in lists] == [2] * 20
+    assert [each[0].text for each in lists] == texts["last"].splitlines()
+    assert all(each.score == each.features["log_prob"] for found in lists for each in found)
     capsys.readouterr()
     reference = str(data.parent / "text" / "test.de")
     assert main(["score", "--hypothesis", str(tmp_path / "best"), "--reference", reference, "--json"]) == 0

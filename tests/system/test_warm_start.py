@@ -12,7 +12,10 @@ import sacrebleu
 import torch
 import yaml
 
+from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.evaluate.nbest import read_nbest
+from deepspeed_nmt.evaluate.reranking import RerankLists
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import change_settings, run_ranks
 
@@ -229,6 +232,62 @@ def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
     assert translated(data, grown, tmp_path, "--run", str(grown)) == deep, (
         "an ensemble is not decoded by deep-shallow search"
     )
+
+
+def test_a_tuned_pair_chooses_what_translate_writes_with_it(
+    data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All candidates of both nets, in one n-best file, suffice to translate with any alpha and exponent."""
+    nbest, reference = tmp_path / "nbest", str(data.parent / "text" / "test.de")
+    nbest.write_text(translated(data, grown, tmp_path, "--beam", "3", "--nbest", "6"), encoding="utf-8")
+    lists = read_nbest(str(nbest))
+    assert len(lists) == 20 and max(map(len, lists)) > 3
+    reranked, seen = RerankLists(lists), set()
+    for alpha, exponent in [(0.5, 0.4), (0.3, -2.0)]:
+        options = ["--beam", "3", "--alpha", str(alpha), "--exponent", str(exponent)]
+        text = translated(data, grown, tmp_path, *options)
+        assert text.splitlines() == reranked.texts(alpha, exponent)
+        seen.add(text)
+    assert len(seen) > 1, "the pairs must choose differently"
+    assert main(["score", "--tune-rerank", str(nbest), "--reference", reference, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    pair = ["--alpha", str(best["alpha"]), "--exponent", str(best["exponent"])]
+    hypothesis = tmp_path / "hypothesis"
+    hypothesis.write_text(translated(data, grown, tmp_path, "--beam", "3", *pair), encoding="utf-8")
+    assert main(["score", "--hypothesis", str(hypothesis), "--reference", reference, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bleu"]["score"] == pytest.approx(best["bleu"], abs=1e-9)
+    source = str(data.parent / "text" / "test.en")
+    for run, more, message in (
+        (
+            grown,
+            ["--nbest", "7", "--beam", "3"],
+            "--nbest must be at most 2 x --beam, which is 6, but is 7; raise --beam",
+        ),
+        (
+            grown,
+            ["--exit", "deep", "--exponent", "1"],
+            "--exponent is no option of search.name=beam, which decodes here",
+        ),
+        (bottom, ["--alpha", "0.5"], "use search deep_shallow, or leave it out"),
+    ):
+        capsys.readouterr()
+        assert main(["translate", "--run", str(run), "--input", source, "--output", "-", *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_both_exits_score_the_candidates_as_the_search_did(data: Path, grown: Path, tmp_path: Path) -> None:
+    sources = (data.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:5]
+    translator = Translator.open(grown, checkpoint="last", device="cpu")
+    for exit in ("deep", "shallow"):
+        scorer = Translator.open(grown, checkpoint="last", device="cpu", exit=exit)
+        compared = 0
+        for source, found in zip(sources, translator.stream(sources, nbest=4), strict=True):
+            scored = scorer.score([source] * len(found), (each.text for each in found))
+            for each, score in zip(found, scored, strict=True):
+                if score.tokens == each.tokens:  # text can be segmented in several ways
+                    assert score.mean_log_prob == pytest.approx(each.features[exit], rel=1e-4)
+                    compared += 1
+        assert compared > 10
 
 
 def test_rerank_refuses_other_runs_and_exits(

@@ -69,7 +69,7 @@ def test_toys_are_in_the_reference_of_settings() -> None:
     reference = settings_reference()
     for setting in ("`model.dim` | `16`", "`layer.gate`", "`objective.state_norm.weight`", "`search.length`"):
         assert setting in reference
-    assert "one of transformer, recurrent, depth_growing, bert, abnet, toy" in reference
+    assert "one of transformer, recurrent, depth_growing, bert, abnet, transparent_attention, toy" in reference
 
 
 def test_mistakes_in_settings_of_toys_are_explained() -> None:

@@ -93,3 +93,5 @@ def test_lengths_in_tokens() -> None:
     assert cleaner.fits(source, target).tolist() == [True, True, False, False, False, False, True, True]
     assert +cleaner.removed == {Reason.TOO_LONG: 2, Reason.TOO_SHORT: 1, Reason.RATIO: 1}
     assert cleaner.fits([], []).tolist() == []
+    cleaner = PairCleaner(CleaningConfig(max_ratio=1.5, ratio_from=1))  # that of Moses' clean-corpus-n
+    assert cleaner.fits([1, 2, 3, 3, 4, 60], [1, 1, 2, 1, 3, 40]).tolist() == [True, False, True, False, True, True]

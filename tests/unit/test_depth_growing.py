@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
 from deepspeed_nmt.methods.depth_growing import DepthGrowing, DepthGrowingConfig, build_depth_growing
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.nn.layers import Context, Draw
+from deepspeed_nmt.nn.layers import Draw
 from deepspeed_nmt.parallel.world import World
+from tests import transformer_equations as equations
 from tests.support import batch_of
 
 V = Vocabulary(40)
@@ -34,29 +37,50 @@ def batch(update: int = 1) -> Batch:
     return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
+def sentences(data: Batch) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Yield source, target with BOS, and target with EOS of each sentence, without padding."""
+    for rows in zip(data.source_BS, data.target_input_BT, data.target_output_BT, strict=True):
+        source, target_input, target_output = ([token for token in row.tolist() if token != V.pad] for row in rows)
+        yield source, target_input, target_output
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("residual_norm", [True, False])
-def test_the_two_modules_are_joined_as_in_the_paper(norm: str, residual_norm: bool) -> None:
-    """h2 = enc2(r(x) + h1), s2 = dec2(r(y) + s1, attn over h2), s1 = dec1(y, attn over h1)."""
-    model, data = growing(norm=norm, residual_norm=residual_norm).double().eval(), batch()
-    if residual_norm:
-        torch.nn.init.normal_(model.source_norm.weight)
-        torch.nn.init.normal_(model.target_norm.bias)
-    mask = data.source_BS.ne(0)[:, None, None, :]
-    x, y = model.bottom.source_embedding(data.source_BS), model.bottom.target_embedding(data.target_input_BT)
-    h1 = model.bottom.encoder(x, Context(mask))[0]
-    h2 = model.top_encoder((model.source_norm(x) if residual_norm else x) + h1, Context(mask))[0]
-    s1 = model.bottom.decoder(y, Context(mask, h1))[0]
-    s2 = model.top_decoder((model.target_norm(y) if residual_norm else y) + s1, Context(mask, h2))[0]
-    torch.testing.assert_close(model(data), s2, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(model.at_exit("shallow")(data), s1, rtol=1e-12, atol=1e-12)
-    assert model.at_exit("deep") is model
+@pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
+def test_loss_and_gradients_are_those_of_the_equations(norm: str, residual_norm: bool, attend: str) -> None:
+    """Equations 1 to 3 of Wu et al. 2019, for both exits, with the gradients of all that is trained."""
+    model, data = growing(norm=norm, residual_norm=residual_norm, attend=attend).double().train(), batch()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weight, expected = model.projection.weight, torch.zeros((), dtype=torch.float64)
+    for row, (source, target_input, target_output) in enumerate(sentences(data)):
+        s2 = equations.grown(model, norm, 2, source, target_input, attend == "h1_plus_input")
+        expected = expected + equations.smoothed_loss(equations.log_probs(s2, weight), target_output, 0.1)
+        s1 = equations.bottom(model.bottom, norm, 2, source, target_input)
+        torch.testing.assert_close(model(data)[row, : len(s2)], s2, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(model.at_exit("shallow")(data)[row, : len(s1)], s1, rtol=1e-6, atol=1e-6)
+    loss = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))(data).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6, check_dtype=False)
+    gradients = torch.autograd.grad(expected, list(trained.values()))
+    loss.backward()
+    for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+        assert float(gradient.abs().max()) > 1e-3, name
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: n + text)
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name not in trained)
+
+
+def test_exits() -> None:
+    model = growing()
+    assert model.at_exit("deep") is model and model.at_exit("shallow") is model.bottom
     with pytest.raises(ConfigError, match="the exit must be shallow or deep, but is '2-2'"):
         model.at_exit("2-2")
 
 
-def test_cached_steps_equal_one_pass() -> None:
-    model, data = growing().double().eval(), batch()
+@pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
+def test_cached_steps_equal_one_pass(attend: str) -> None:
+    model, data = growing(attend=attend).double().eval(), batch()
     memory = model.encode(data.source_BS)
     whole = model.projection(model.decode(data.target_input_BT, memory)[0])
     cache = model.begin()
@@ -93,6 +117,15 @@ def test_the_bottom_saves_no_tensors_for_the_backward_pass() -> None:
     model, data = growing().train(), batch()
     memory = model.encode(data.source_BS)
     assert memory.below_BSD is not None and not memory.below_BSD.requires_grad and memory.states_BSD.requires_grad
+
+
+def test_the_bottom_saves_nothing_either_if_no_gradient_is_wanted() -> None:
+    """The bottom's decoder follows r(x) in training only."""
+    model, data = growing(attend="h1_plus_input").train(), batch()
+    memory = model.encode(data.source_BS)
+    assert memory.below_BSD is not None and memory.below_BSD.requires_grad
+    with torch.no_grad():
+        assert not model.decode(data.target_input_BT, memory)[0].requires_grad
 
 
 @pytest.mark.parametrize("frozen_dropout", [True, False])

@@ -20,6 +20,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
 from deepspeed_nmt.methods.transformer import TransformerConfig, TransformerShape, build_transformer
+from deepspeed_nmt.methods.transparent_attention import TransparentAttentionConfig, build_transparent_attention
 from deepspeed_nmt.nn.layers import EncoderLayer
 from tests.support import batch_of
 
@@ -56,6 +57,18 @@ def growing() -> tuple[TranslationModel, Objective]:
     return build_depth_growing(config, V), Objective(LabelSmoothed(0.1, V.pad))
 
 
+def growing_through_the_bottom() -> tuple[TranslationModel, Objective]:
+    config = shaped(DepthGrowingConfig, top_encoder_layers=2, top_decoder_layers=2, attend="h1_plus_input")
+    assert isinstance(config, DepthGrowingConfig)
+    return build_depth_growing(config, V), Objective(LabelSmoothed(0.1, V.pad))
+
+
+def transparent() -> tuple[TranslationModel, Objective]:
+    config = shaped(TransparentAttentionConfig)
+    assert isinstance(config, TransparentAttentionConfig)
+    return build_transparent_attention(config, V), Objective(LabelSmoothed(0.1, V.pad))
+
+
 def batch(update: int) -> Batch:
     source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
     output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
@@ -76,7 +89,7 @@ def gradients(
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("build", [vanilla, deep_decoder, exits, growing])
+@pytest.mark.parametrize("build", [vanilla, deep_decoder, exits, growing, growing_through_the_bottom, transparent])
 @pytest.mark.parametrize("every", [(1, 1), (2, 0), (0, 2)])
 @pytest.mark.parametrize("update", [1, 2, 3])
 def test_loss_and_gradients_are_the_same_bits(

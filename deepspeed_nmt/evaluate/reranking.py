@@ -1,0 +1,192 @@
+"""Choice of the weights of deep-shallow decoding on a validation set, from n-best lists with the scores of both nets.
+
+The candidates do not depend on alpha and the exponent, so each pair only chooses among the same candidates, whose
+n-grams are counted once: hundreds of pairs take seconds.
+
+Legend: L source lines, K candidates of a line (padded), F statistics of BLEU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.bleu import (
+    TokenisedBleu,
+    bleu_of_statistics,
+    join_segments,
+    multi_bleu,
+    plain_bleu,
+    sentence_statistics,
+)
+from deepspeed_nmt.evaluate.nbest import Candidate, read_nbest
+from deepspeed_nmt.evaluate.scoring import read_sentences
+from deepspeed_nmt.files import shown_name
+
+DEFAULT = (0.5, 0.4)
+"""Alpha and exponent of Wu et al. (2019)."""
+ALPHAS = tuple(number / 10 for number in range(11))
+"""Weights that are tried of the net that proposed a candidate."""
+EXPONENTS = tuple(number / 10 for number in range(-10, 11))
+"""Exponents that are tried: 0 ranks by mean log-probability, 1 by log-probability."""
+
+_NETS = ("deep", "shallow")
+_NEEDED = {*_NETS, *(f"by_{net}" for net in _NETS), "tokens"}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """BLEU of a validation set at every pair of weights.
+
+    Attributes:
+        lines: number of source lines.
+        candidates: number of candidates of all lines.
+        label: name of the metric.
+        signature: of the metric.
+        grid: BLEU by (alpha, exponent).
+    """
+
+    lines: int
+    candidates: int
+    label: str
+    signature: str
+    grid: Mapping[tuple[float, float], float]
+
+    @property
+    def best(self) -> tuple[float, float]:
+        """The pair of the highest BLEU; of several, the one that is closest to the default."""
+        return max(self.grid, key=lambda pair: (self.grid[pair], -np.abs(np.subtract(pair, DEFAULT)).sum()))
+
+    def as_text(self, grid: bool) -> str:
+        """Return a report to read; with ``grid``, BLEU at all pairs."""
+        lines = [f"{self.candidates:,} candidates of {self.lines:,} lines"]
+        for name, pair in (("default", DEFAULT), ("best", self.best)):
+            lines.append(
+                f"{name:<8} --alpha {pair[0]:g} --exponent {pair[1]:g}  {self.label} = {self.grid[pair]:.2f}"
+            )
+        lines.append(f"  {self.signature}")
+        if grid:
+            lines += ["", "exponent" + "".join(f"{f'alpha {alpha:g}':>11}" for alpha in ALPHAS)]
+            for exponent in EXPONENTS:
+                values = "".join(f"{self.grid[alpha, exponent]:>11.2f}" for alpha in ALPHAS)
+                lines.append(f"{exponent:>8g}{values}")
+        return "\n".join(lines)
+
+    def as_json(self, grid: bool) -> str:
+        """Return the report as a JSON object, with unrounded scores; with ``grid``, of all pairs."""
+
+        def point(pair: tuple[float, float]) -> dict[str, float]:
+            return {"alpha": pair[0], "exponent": pair[1], "bleu": self.grid[pair]}
+
+        values: dict[str, object] = {
+            "lines": self.lines,
+            "candidates": self.candidates,
+            "metric": self.label,
+            "signature": self.signature,
+            "default": point(DEFAULT),
+            "best": point(self.best),
+        }
+        if grid:
+            values["grid"] = [point(pair) for pair in self.grid]
+        return json.dumps(values)
+
+
+class RerankLists:
+    """N-best lists of both nets, as arrays.
+
+    Args:
+        lists: the candidates of each line. That of an empty line, which no net has scored, stands alone.
+
+    Raises:
+        ValueError: if a candidate lacks the scores of both nets; the message is the number of its line, from 1.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[Candidate]]) -> None:
+        self.lists = lists
+        width = max(map(len, lists))
+        self._means_LKN = np.zeros((len(lists), width, len(_NETS)))
+        self._proposed_LKN = np.zeros((len(lists), width, len(_NETS)), dtype=np.bool_)
+        self._length_LK = np.ones((len(lists), width))
+        for line, candidates in enumerate(lists):
+            if len(candidates) == 1 and candidates[0].text == "" and _NETS[0] not in candidates[0].features:
+                self._proposed_LKN[line, 0] = True
+                continue
+            for place, candidate in enumerate(candidates):
+                features = candidate.features
+                if _NEEDED - features.keys():
+                    raise ValueError(line + 1)
+                self._means_LKN[line, place] = [features[net] for net in _NETS]
+                self._proposed_LKN[line, place] = [features[f"by_{net}"] > 0 for net in _NETS]
+                self._length_LK[line, place] = features["tokens"] + 1.0
+
+    def choose(self, alpha: float, exponent: float) -> NDArray[np.intp]:
+        """Return the place of the best candidate of each line. Shape: (L,).
+
+        Args:
+            alpha: weight of the net that proposed a candidate.
+            exponent: exponent of its length with EOS.
+        """
+        own_LKN, other_LKN = self._means_LKN, self._means_LKN[:, :, ::-1]
+        total_LKN = (alpha * own_LKN + (1.0 - alpha) * other_LKN) * self._length_LK[:, :, None] ** exponent
+        chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
+        return chosen_L
+
+    def texts(self, alpha: float, exponent: float) -> list[str]:
+        """Return the best candidate of each line as text."""
+        chosen = self.choose(alpha, exponent)
+        return [each[place].text for each, place in zip(self.lists, chosen.tolist(), strict=True)]
+
+
+def tune(
+    nbest: str,
+    references: Sequence[str],
+    *,
+    tokenised: bool = False,
+    segmented: bool = False,
+    lowercase: bool = False,
+) -> Tuning:
+    """Compute the BLEU of the translations that each pair of weights chooses.
+
+    Args:
+        nbest: file of n-best lists, written by `translate --rerank deep-shallow --nbest`; "-" is standard input.
+        references: files of reference translations.
+        tokenised: compute BLEU over the tokens of the text instead of sacreBLEU.
+        segmented: join ``@@ `` segments first.
+        lowercase: ignore case.
+
+    Raises:
+        DataError: if a file cannot be read, lacks scores, or is not aligned with the others.
+    """
+    join = join_segments if segmented else str
+    lists = read_nbest(nbest)
+    sentences = [[join(line) for line in read_sentences(name)] for name in references]
+    for name, lines in zip(references, sentences, strict=True):
+        if len(lines) != len(lists):
+            raise DataError(
+                f"{shown_name(nbest)} and {shown_name(name)} must be aligned line by line, but have the candidates "
+                f"of {len(lists):,} lines and {len(lines):,} lines; give files of the same sentences"
+            )
+    try:
+        reranked = RerankLists(lists)
+    except ValueError as error:
+        raise DataError(
+            f"{shown_name(nbest)} must have the scores of both nets, but lacks them for line {error}; write it with "
+            "translate --rerank deep-shallow --nbest"
+        ) from error
+    metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)
+    flat = [(line, join(each.text)) for line, candidates in enumerate(lists) for each in candidates]
+    others = [[lines[line] for line, _ in flat] for lines in sentences]
+    counts = sentence_statistics(metric, [text for _, text in flat], others)
+    first_L = np.cumsum([0, *map(len, lists[:-1])])  # row of the first candidate of each line in `counts`
+    grid = {
+        (alpha, exponent): bleu_of_statistics(metric, counts[first_L + reranked.choose(alpha, exponent)].sum(axis=0))
+        for alpha in ALPHAS
+        for exponent in EXPONENTS
+    }
+    label = TokenisedBleu.label if tokenised else "sacreBLEU"
+    return Tuning(len(lists), len(flat), label, str(metric.get_signature()), grid)

@@ -1,0 +1,170 @@
+"""Transparent attention: each decoder layer attends to its own mixture of all encoder layers.
+
+Bapna, Chen, Firat, Cao, Wu: "Training Deeper Neural Machine Translation Models with Transparent Attention", 2018. It
+is a baseline of "Depth Growing for Neural Machine Translation" (Wu et al., 2019), table 1.
+
+With h_0 the embedded source (scaled, with positions and dropout) and h_1 .. h_N the states of the N encoder layers,
+the cross-attention of decoder layer j of M reads keys and values from
+
+    z_j = sum_i s_ij h_i,    s_ij = exp(W_ij) / sum_k exp(W_kj),
+
+where W is a learned (N + 1) x M matrix, to which dropout is applied in training. So the gradient of the loss reaches
+each encoder layer directly, which makes deep encoders (N = 16) trainable. The rest is a Transformer.
+
+Choices where the paper is silent:
+
+- W begins with zeros, so that each mixture begins as the mean of all states, and its dropout of 0.1 precedes the
+  softmax: both as in Lingvo, the framework of the authors (its ``WeightedSumLayer``).
+- With a pre-norm encoder every h_i, the embeddings included, passes through the stack's final LayerNorm before it is
+  mixed, as a state of the encoder does wherever a decoder reads it.
+
+The mixtures have weights for the whole encoder and the whole decoder only, so the top is the only exit.
+
+Legend: B sentences, S source length, D model width, N encoder layers, M decoder layers, T target length, R rows = B x
+beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from typing_extensions import override
+
+from deepspeed_nmt.core.model import TOP, Memory
+from deepspeed_nmt.core.parts import Stages
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
+from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.sublayer import Dropout
+from deepspeed_nmt.registry import SelfTest
+
+
+class TransparentAttentionConfig(TransformerShape):
+    """Settings of a Transformer with transparent attention."""
+
+    name: Literal["transparent_attention"] = "transparent_attention"
+    mixture_dropout: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="dropout of the logits by which encoder layers are mixed (W)"
+    )
+
+    learning_fields: ClassVar[frozenset[str]] = TransformerShape.learning_fields | {"mixture_dropout"}
+
+    def exit_stages(self) -> tuple[Stages, Stages] | None:
+        """Return None, because the mixtures have weights for whole stacks only."""
+        return None
+
+
+SELF_TEST = SelfTest(
+    "transparent",
+    {"model": {"name": "transparent_attention", **SMALL, "norm": "post", "mixture_dropout": 0.0}},
+)
+"""Two decoder layers with mixtures of two encoder layers and the embeddings, post-norm."""
+
+
+class Mixtures(nn.Module):
+    """Learned convex combinations of the encoder's states, one for each decoder layer.
+
+    Args:
+        states: number of states to mix, N + 1.
+        mixtures: number of mixtures, M.
+        dropout_p: probability of dropping a logit.
+    """
+
+    def __init__(self, states: int, mixtures: int, dropout_p: float) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(states, mixtures))
+        self.dropout = Dropout(dropout_p)
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        """Mix states. Shape: N + 1 of (B,S,D) -> (B,M,S,D)."""
+        weights = torch.softmax(self.dropout(self.logits).float(), dim=0).to(states[0].dtype)
+        return torch.einsum("nm,nbsd->bmsd", weights, torch.stack(list(states)))
+
+
+class MixtureLayer(nn.Module):
+    """Decoder layer that attends to its own mixture.
+
+    Args:
+        layer: the decoder layer.
+        number: of its mixture, from 0.
+    """
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.number = number
+
+    def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        """Decode; the memory of the context has all mixtures, (B,M,S,D).
+
+        Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
+        """
+        assert context.memory_BSD is not None
+        states_BTD: Tensor = self.layer(x_BTD, replace(context, memory_BSD=context.memory_BSD[:, self.number]), cache)
+        return states_BTD
+
+
+class TransparentTransformer(Transformer):
+    """Transformer whose decoder layers attend to mixtures. Built by :func:`build_transparent_attention`.
+
+    Its :class:`Memory` has a mixture for each decoder layer: states of (B,M,S,D).
+
+    Args:
+        transformer: embeddings, stacks and projection.
+        dropout_p: probability of dropping a logit of the mixtures.
+    """
+
+    def __init__(self, transformer: Transformer, dropout_p: float) -> None:
+        encoder, decoder = transformer.encoder, transformer.decoder
+        decoder.layers = nn.ModuleList(MixtureLayer(layer, number) for number, layer in enumerate(decoder.layers))
+        embeddings = transformer.source_embedding, transformer.target_embedding
+        super().__init__(*embeddings, encoder, decoder, transformer.projection, transformer.pad)
+        self.mixtures = Mixtures(encoder.applications + 1, decoder.applications, dropout_p)
+
+    @property
+    @override
+    def stages(self) -> tuple[int, int]:
+        return 1, 1
+
+    @override
+    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+        mask = self.source_mask(source_BS, padded)
+        embedded_BSD = self.source_embedding(source_BS)
+        layers = self.encoder(embedded_BSD, Context(mask=mask), exits=range(1, self.encoder.stages + 1))
+        norm = self.encoder.final_norm
+        return Memory(self.mixtures([embedded_BSD if norm is None else norm(embedded_BSD), *layers]), mask)
+
+    @override
+    def decode(
+        self,
+        target_input_BT: Tensor,
+        memory: Memory,
+        draw: Draw | None = None,
+        exits: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        return super().decode(target_input_BT, memory, draw)
+
+    @override
+    def at_exit(self, name: str) -> TransparentTransformer:
+        if name == TOP:
+            return self
+        raise ConfigError(
+            f"the exit must be {TOP}, because each decoder layer of model.name=transparent_attention attends to all "
+            f"encoder layers, but is '{name}'"
+        )
+
+
+def build_transparent_attention(
+    config: TransparentAttentionConfig,
+    vocabulary: Vocabulary,
+    make_layer: MakeDecoderLayer = make_decoder_layer,
+) -> TransparentTransformer:
+    """Build a freshly initialised Transformer with transparent attention."""
+    return TransparentTransformer(build_transformer(config, vocabulary, make_layer), config.mixture_dropout)

@@ -1,0 +1,154 @@
+"""Scores of a stream of translations, token by token, in its order and in bounded memory.
+
+Legend: B sentences, S source length, T target length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import Protocol
+
+import torch
+
+from deepspeed_nmt.core.model import DecodableModel, TranslationModel
+from deepspeed_nmt.core.vocabulary import Side
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
+from deepspeed_nmt.search.translate import length_buckets, out_of_bounds, pad_sources
+
+
+@dataclass(frozen=True)
+class ScoredTranslation:
+    """A translation with the log-probability of each of its tokens.
+
+    Attributes:
+        tokens: tokens without BOS and EOS; none for an empty translation.
+        log_probs: log-probability (nats) of each token, given the source and the tokens before it, and of the EOS
+            after them. Shape: (T + 1,)
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+
+    @property
+    def log_prob(self) -> float:
+        """Log-probability (nats) of the translation, EOS included."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def mean_log_prob(self) -> float:
+        """Mean log-probability (nats) of a token, EOS included; minus it is the log of the perplexity."""
+        return self.log_prob / len(self.log_probs)
+
+
+def members_of(model: DecodableModel) -> list[TranslationModel]:
+    """Return the models of an ensemble, or a list of the one model."""
+    members = model.members if isinstance(model, Ensemble) else [model]
+    return [member for member in members if isinstance(member, TranslationModel)]
+
+
+class PairTokenizer(Tokenizer, Protocol):
+    """The part of a tokenizer that scoring needs."""
+
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        """Encode lines of one side as tokens, without EOS."""
+        ...
+
+
+def score_lines(
+    model: DecodableModel,
+    tokenizer: PairTokenizer,
+    sources: Iterable[str],
+    translations: Iterable[str],
+    max_tokens: int = 4096,
+    buffer_lines: int = 4096,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], object] = lambda more: None,
+    max_source_tokens: int = MAX_SOURCE_TOKENS,
+    strict: bool = False,
+) -> Iterator[ScoredTranslation]:
+    """Score translations of lines one by one, as they are asked for.
+
+    An empty source is scored as a source without tokens. Adjacent lines with the same source, such as those of an
+    n-best list, are encoded once.
+
+    Args:
+        model: A model or an ensemble on ``device``, in eval mode.
+        tokenizer: vocabulary of the model.
+        sources: source sentences; a line feed at the end is ignored.
+        translations: a translation of each.
+        max_tokens: bound of a batch: pairs times the longest side among them, in tokens with EOS.
+        buffer_lines: pairs that are read before the first of them is yielded.
+        device: device of the model.
+        advance: called with the number of further pairs that are done.
+        max_source_tokens: bound of a source, in tokens without EOS; the model may have a lower one.
+        strict: True to refuse longer sources. Otherwise their beginning is read, with a warning.
+
+    Yields:
+        Each translation with the log-probabilities of its tokens, in order.
+
+    Raises:
+        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
+        DataError: if there are more sources than translations or fewer, a translation is longer than the model can
+            read, or a source is too long and ``strict`` is True.
+    """
+    numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "max_source_tokens": max_source_tokens}
+    if problems := out_of_bounds(numbers):
+        raise ConfigError(problems)
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict)
+    pairs = zip_longest(sources, translations)
+    return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance)
+
+
+def _score(
+    model: DecodableModel,
+    tokenizer: PairTokenizer,
+    reader: SourceLines,
+    pairs: Iterator[tuple[str | None, str | None]],
+    max_tokens: int,
+    buffer_lines: int,
+    device: torch.device,
+    advance: Callable[[int], object],
+) -> Iterator[ScoredTranslation]:
+    vocabulary, before = tokenizer.vocabulary, 0
+    while buffer := list(islice(pairs, buffer_lines)):
+        sources, texts = [], []
+        for line, (source, text) in enumerate(buffer, before + 1):
+            if source is None or text is None:
+                more, fewer = ("translations", "sources") if source is None else ("sources", "translations")
+                raise DataError(
+                    f"sources and translations must be aligned line by line, but there are {line - 1:,} {fewer} and "
+                    f"more {more}; give texts of the same sentences"
+                )
+            sources.append((*reader.encode(source), vocabulary.source.eos))
+            texts.append(text.rstrip("\r\n"))
+        targets = tokenizer.encode_batch(texts, "target")
+        longest = model.longest_target
+        for line, tokens in enumerate(targets, before + 1):
+            if longest is not None and len(tokens) >= longest:
+                raise DataError(
+                    f"translations must have {longest - 1:,} tokens at most, which is all that the model reads, but "
+                    f"line {line:,} has {len(tokens):,}; split it"
+                )
+        reader.warn_of_unknown()
+        scored: list[ScoredTranslation | None] = [None] * len(buffer)
+        lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]
+        for bucket in length_buckets(lengths, max_tokens):
+            numbers_of: dict[tuple[int, ...], list[int]] = {}
+            for number in bucket:
+                numbers_of.setdefault(sources[number], []).append(number)
+            source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
+            asked = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
+            found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked)
+            for numbers, each in zip(numbers_of.values(), found, strict=True):
+                for number, log_probs in zip(numbers, each, strict=True):
+                    scored[number] = ScoredTranslation(targets[number], log_probs)
+            advance(len(bucket))
+        yield from (each for each in scored if each is not None)
+        before += len(buffer)
+    reader.warn_of_cuts()

@@ -1,0 +1,158 @@
+"""N-best lists, and the choice of alpha and exponent from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.evaluate import reranking
+from deepspeed_nmt.evaluate.bleu import corpus_scores, tokenised_bleu
+from deepspeed_nmt.evaluate.nbest import Candidate, read_nbest
+from deepspeed_nmt.evaluate.reranking import ALPHAS, DEFAULT, EXPONENTS, RerankLists, tune
+from deepspeed_nmt.search.deep_shallow import DeepShallowConfig
+
+REFERENCES = ["the cat sat on the mat today", "a dog ran through the park", "", "we saw the old house there"]
+TEXTS = [
+    ["the cat sat on the mat", "a cat sat on the mat today", "the cat"],
+    ["a dog ran through park", "a dog ran through the park", "dog"],
+    [""],
+    ["we saw the house", "we saw the old house there now", "we saw an old house there"],
+]
+
+
+def lists() -> list[list[Candidate]]:
+    draws = np.random.default_rng(3)
+    found = []
+    for line, texts in enumerate(TEXTS):
+        each = []
+        for place, text in enumerate(texts):
+            by = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))[place]
+            deep, shallow = draws.uniform(-2, -0.2, 2)
+            features = {"deep": deep, "shallow": shallow, "by_deep": by[0], "by_shallow": by[1]}
+            length = {"log_prob": 0.0, "tokens": float(len(text.split()))}
+            each.append(Candidate(line, text, features | length if text else length, -float(place)))
+        found.append(each)
+    return found
+
+
+def files(directory: Path, found: list[list[Candidate]]) -> tuple[str, str]:
+    nbest, reference = directory / "nbest", directory / "reference"
+    nbest.write_text("".join(f"{each}\n" for candidates in found for each in candidates), encoding="utf-8")
+    reference.write_text("".join(f"{line}\n" for line in REFERENCES), encoding="utf-8")
+    return str(nbest), str(reference)
+
+
+def chosen(alpha: float, exponent: float) -> list[str]:
+    best = []
+    for candidates in lists():
+        totals = {}
+        for each in candidates:
+            f = each.features
+            length = f["tokens"] + 1
+            if "deep" not in f:
+                totals[each.text] = [0.0]
+                continue
+            own_other = {"deep": (f["deep"], f["shallow"]), "shallow": (f["shallow"], f["deep"])}
+            totals[each.text] = [
+                (alpha * own + (1 - alpha) * other) * length**exponent
+                for net, (own, other) in own_other.items()
+                if f[f"by_{net}"]
+            ]
+        best.append(max(totals, key=lambda text: max(totals[text])))
+    return best
+
+
+def test_a_line_is_written_and_read() -> None:
+    candidate = Candidate(7, "a ||| b= 3 |||", {"deep": -0.123456789, "tokens": 5.0}, -1.5)
+    assert str(candidate) == "7 ||| a ||| b= 3 ||| ||| deep= -0.123456789 tokens= 5 ||| -1.5"
+    assert Candidate.parse(str(candidate)) == candidate
+    empty = Candidate(0, "", {}, 0.0)
+    assert str(empty) == "0 |||  |||  ||| 0" and Candidate.parse(str(empty)) == empty
+    exact = np.float32(-0.87654321)
+    assert np.float32(Candidate.parse(str(Candidate(0, "x", {"a": float(exact)}, 0.0))).features["a"]) == exact
+
+
+@pytest.mark.parametrize(
+    "line", ["", "x", "0 ||| a ||| b= 1", "0 ||| a ||| b 1 ||| 2", "0\t-1.2\ttext", "a ||| b ||| ||| 1"]
+)
+def test_other_lines_are_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "nbest"
+    path.write_text(f"0 ||| a |||  ||| 1\n{line}\n", encoding="utf-8")
+    with pytest.raises(Exception, match=r"must be an n-best list .* but its line 2 is"):
+        read_nbest(str(path))
+
+
+@pytest.mark.parametrize("numbers", [[1], [0, 2], [0, 1, 0]])
+def test_lists_with_gaps_are_refused(numbers: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "nbest"
+    path.write_text("".join(f"{number} ||| a |||  ||| 1\n" for number in numbers), encoding="utf-8")
+    with pytest.raises(Exception, match="must hold the candidates of lines 0, 1, 2 and so on"):
+        read_nbest(str(path))
+
+
+def test_the_default_is_that_of_the_search() -> None:
+    config = DeepShallowConfig()
+    assert (config.alpha, config.exponent) == DEFAULT and DEFAULT[0] in ALPHAS and DEFAULT[1] in EXPONENTS
+
+
+@pytest.mark.parametrize("tokenised", [False, True])
+def test_every_pair_has_the_bleu_of_its_choice(tokenised: bool, tmp_path: Path) -> None:
+    nbest, reference = files(tmp_path, lists())
+    found, reranked = tune(nbest, [reference], tokenised=tokenised), RerankLists(read_nbest(nbest))
+    assert len(found.grid) == len(ALPHAS) * len(EXPONENTS) and (found.lines, found.candidates) == (4, 10)
+    score = tokenised_bleu if tokenised else corpus_scores
+    for alpha, exponent in found.grid:
+        texts = chosen(alpha, exponent)
+        assert reranked.texts(alpha, exponent) == texts
+        assert found.grid[alpha, exponent] == pytest.approx(score(texts, [REFERENCES]).bleu, abs=1e-9)
+    assert found.signature == (tokenised_bleu(TEXTS[0], [TEXTS[0]]).signature if tokenised else found.signature)
+    assert found.grid[found.best] == max(found.grid.values()) > min(found.grid.values())
+
+
+def test_of_equal_pairs_the_one_closest_to_the_default_is_best() -> None:
+    grid = {(alpha, exponent): 30.0 if alpha > 0.65 else 20.0 for alpha in ALPHAS for exponent in EXPONENTS}
+    assert reranking.Tuning(1, 1, "", "", grid).best == (0.7, 0.4)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nbest, reference = files(tmp_path, lists())
+    words = ["score", "--tune-rerank", nbest, "--reference", reference]
+    assert main([*words, "--json", "--grid"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    best = values["best"]
+    texts = chosen(best["alpha"], best["exponent"])
+    assert best["bleu"] == pytest.approx(corpus_scores(texts, [REFERENCES]).bleu, abs=1e-9)
+    assert best["bleu"] >= values["default"]["bleu"] and len(values["grid"]) == len(ALPHAS) * len(EXPONENTS)
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "default  --alpha 0.5 --exponent 0.4  sacreBLEU = " in text and "nrefs:1" in text
+    assert f"best     --alpha {best['alpha']:g} --exponent {best['exponent']:g}" in text and "alpha 0.1" not in text
+    assert main([*words, "--tokenised", "--grid"]) == 0
+    text = capsys.readouterr().out
+    assert "tokenised BLEU (not comparable with sacreBLEU) = " in text and "alpha 0.1" in text
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nbest, reference = files(tmp_path, lists())
+
+    def refused(*words: str) -> str:
+        capsys.readouterr()
+        assert main(["score", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "leave out --source" in refused("--tune-rerank", nbest, "--reference", reference, "--source", reference)
+    assert "of --tune-rerank, which is missing" in refused("--hypothesis", nbest, "--reference", nbest, "--grid")
+    plain = str(tmp_path / "plain")
+    Path(plain).write_text("0 ||| a ||| log_prob= -1 tokens= 1 ||| 1\n", encoding="utf-8")
+    assert "have the candidates of 1 lines and 4 lines" in refused("--tune-rerank", plain, "--reference", reference)
+    Path(reference).write_text("a\n", encoding="utf-8")
+    assert "must have the scores of both nets, but lacks them for line 1" in refused(
+        "--tune-rerank", plain, "--reference", reference
+    )
+    Path(plain).write_text("", encoding="utf-8")
+    assert "must hold an n-best list, but is empty" in refused("--tune-rerank", plain, "--reference", reference)

@@ -1,0 +1,154 @@
+"""Forced decoding against single sentences: token by token, at exits, by ensembles, over a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.core.model import DecodableModel, TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search import forced
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.mask_predict import MaskPredictConfig
+from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
+from tests import transformer_equations as equations
+
+V = Vocabulary(30)
+SOURCE = torch.tensor([[7, 8, 9, 10, 2], [12, 13, 2, 0, 0], [5, 6, 7, 2, 0]])
+ASKED = [[(4, 5, 6), ()], [(9,)], [(4,), (5, 5), (6, 7, 8, 9)]]
+
+
+class Letters:
+    """Tokenizer with the letters of the alphabet as tokens from 4 up."""
+
+    vocabulary = V
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text], "source")[0]
+
+    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+        return [[4 + ord(letter) - ord("a") for letter in text.strip()] for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("a") + token - 4) for token in tokens)
+
+
+def plain(seed: int) -> TranslationModel:
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        dim=16, ffn_dim=24, heads=2, encoder_layers=2, decoder_layers=2, share_embeddings="none", norm="post"
+    )
+    model = build_transformer(config, V)
+    with torch.no_grad():
+        model.projection.weight.mul_(4.0)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def expected(model: TranslationModel, source: list[int], tokens: Sequence[int]) -> list[float]:
+    states = equations.bottom(model, "post", 2, source, [V.bos, *tokens])
+    rows = equations.log_probs(states, model.projection.weight)
+    return [float(row[token]) for row, token in zip(rows, [*tokens, V.eos], strict=True)]
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 24])
+def test_token_log_probs_are_those_of_the_equations(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forced, "_LOGITS_AT_ONCE", at_once)
+    model = plain(1)
+    found = token_log_probs([model], V, SOURCE, True, ASKED)
+    for row, each in enumerate(ASKED):
+        source = [token for token in SOURCE[row].tolist() if token != V.pad]
+        for tokens, log_probs in zip(each, found[row], strict=True):
+            assert log_probs == pytest.approx(expected(model, source, tokens), rel=1e-5)
+    assert token_log_probs([model], V, SOURCE, True, [[], [], []]) == [[], [], []]
+
+
+def test_an_exit_is_scored_by_its_layers() -> None:
+    model = plain(1)
+    cut = model.at_exit("1-2")
+    assert token_log_probs([cut], V, SOURCE, True, ASKED) != token_log_probs([model], V, SOURCE, True, ASKED)
+    del model.encoder.layers[1]
+    log_probs = token_log_probs([cut], V, SOURCE[:1], False, [[(4, 5, 6)]])[0][0]
+    assert log_probs == pytest.approx(expected(model, SOURCE[0].tolist(), (4, 5, 6)), rel=1e-5)
+
+
+def test_an_ensemble_gives_the_mean_of_the_probabilities() -> None:
+    models = [plain(1), plain(2)]
+    found = token_log_probs(models, V, SOURCE[:1], False, [[(4, 5, 6)]])[0][0]
+    each = [expected(model, SOURCE[0].tolist(), (4, 5, 6)) for model in models]
+    means = [math.log((math.exp(a) + math.exp(b)) / 2) for a, b in zip(*each, strict=True)]
+    assert found == pytest.approx(means, rel=1e-5)
+
+
+@pytest.mark.parametrize("models", [[1], [1, 2]])
+def test_a_search_scores_its_translations_alike(models: list[int]) -> None:
+    model: DecodableModel = plain(1) if len(models) == 1 else Ensemble([plain(seed) for seed in models]).eval()
+    translator = Translator(model, Letters(), BeamConfig(beam=3), torch.device("cpu"))  # type: ignore[arg-type]
+    sources = ["hello", "a", "deep", "zz"]
+    for source, found in zip(sources, translator.stream(sources, nbest=3), strict=True):
+        scored = list(translator.score([source] * 3, [each.text for each in found]))
+        assert [each.tokens for each in scored] == [each.tokens for each in found]
+        assert [each.log_prob for each in scored] == pytest.approx([each.log_prob for each in found], rel=1e-5)
+
+
+@pytest.mark.parametrize(("max_tokens", "buffer_lines"), [(1, 1), (20, 2), (1000, 100)])
+def test_order_is_kept_with_any_batches(max_tokens: int, buffer_lines: int) -> None:
+    model = plain(1)
+    sources = ["hello", "hello", "a", "", "somewhat", "deep\n", "b"]
+    translations = ["xyz", "", "longertranslation", "a", "", "deep\r\n", "b"]
+    found = list(score_lines(model, Letters(), sources, translations, max_tokens, buffer_lines))
+    for source, text, scored in zip(sources, translations, found, strict=True):
+        tokens = Letters().encode(text)
+        assert scored.tokens == tokens
+        assert scored.log_probs == pytest.approx(
+            expected(model, [*Letters().encode(source), V.eos], tokens), rel=1e-5
+        )
+
+
+def test_adjacent_candidates_of_a_source_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = plain(1), []
+    encode = model.encode
+    monkeypatch.setattr(model, "encode", lambda source, padded: rows.append(len(source)) or encode(source, padded))
+    list(score_lines(model, Letters(), ["ab"] * 5 + ["c"] * 3, ["x"] * 8))
+    assert rows == [2]
+
+
+def test_scores_are_summed_with_the_eos() -> None:
+    scored = ScoredTranslation([4, 5], [-1.0, -2.0, -0.5])
+    assert scored.log_prob == -3.5 and scored.mean_log_prob == pytest.approx(-3.5 / 3)
+
+
+def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain(1)
+    with pytest.raises(DataError, match="but there are 1 sources and more translations; give texts of the same"):
+        list(score_lines(model, Letters(), ["a"], ["a", "b"]))
+    with pytest.raises(DataError, match="but there are 1 translations and more sources"):
+        list(score_lines(model, Letters(), ["a", "b"], ["a"]))
+    with pytest.raises(ConfigError, match="`max_tokens` must be a whole number of at least 1, but is 0"):
+        score_lines(model, Letters(), [], [], max_tokens=0)
+    monkeypatch.setattr(model, "longest_target", 4)
+    assert len(list(score_lines(model, Letters(), ["a"], ["abc"]))) == 1
+    with pytest.raises(DataError, match=r"must have 3 tokens at most, .* but line 2 has 4; split it"):
+        list(score_lines(model, Letters(), ["a", "a"], ["a", "abcd"]))
+    masked = Translator(model, Letters(), MaskPredictConfig(), torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs a run that translates from left to right"):
+        masked.score(["a"], ["b"])
+    forward = Translator(model, Letters(), BeamConfig(), torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`translations` must be a list of sentences, but is one string"):
+        forward.score(["a"], "b")
+
+
+def test_forced_scores_are_those_of_the_beam() -> None:
+    model = plain(3)
+    found = BeamSearch(BeamConfig(beam=3), model, V).search(SOURCE)
+    again = token_log_probs([model], V, SOURCE, True, [[each.tokens for each in row] for row in found])
+    for row, each in zip(found, again, strict=True):
+        assert [math.fsum(values) for values in each] == pytest.approx([h.log_prob for h in row], rel=1e-5)

@@ -1,0 +1,120 @@
+"""Transparent attention: equations, gradients, decoding, and the exits that it lacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.methods.transparent_attention import (
+    TransparentAttentionConfig,
+    TransparentTransformer,
+    build_transparent_attention,
+)
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests import transformer_equations as equations
+from tests.support import batch_of
+
+V = Vocabulary(40)
+SHAPE = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 3, "decoder_layers": 2, "dropout": 0.0}
+
+
+def transparent(norm: str = "post", mixture_dropout: float = 0.0) -> TransparentTransformer:
+    torch.manual_seed(1)
+    settings = {**SHAPE, "norm": norm, "mixture_dropout": mixture_dropout}
+    model = build_transparent_attention(TransparentAttentionConfig.model_validate(settings), V).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.mixtures.logits.mul_(10.0)
+    return model
+
+
+def batch() -> Batch:
+    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
+    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
+    return batch_of(source, torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]]), output)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_loss_and_gradients_are_those_of_the_equations(norm: str) -> None:
+    model, data = transparent(norm).train(), batch()
+    weight, expected = model.projection.weight, torch.zeros((), dtype=torch.float64)
+    for row, (source, target) in enumerate([([7, 8, 9, 10, 11, 2], [17, 18, 19]), ([12, 13, 14, 2], [22])]):
+        states = equations.transparent(model, norm, 2, source, [V.bos, *target])
+        torch.testing.assert_close(model(data)[row, : len(states)], states, rtol=1e-6, atol=1e-6)
+        expected = expected + equations.smoothed_loss(equations.log_probs(states, weight), [*target, V.eos], 0.1)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(expected, list(parameters.values()))
+    TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))(data).loss.backward()
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: n + text)
+    assert float(parameters["mixtures.logits"].grad.abs().min()) > 1e-6
+
+
+def test_a_mixture_of_the_last_state_alone_is_a_transformer() -> None:
+    torch.manual_seed(1)
+    plain = build_transformer(TransformerConfig.model_validate(SHAPE), V).double().eval()
+    torch.manual_seed(1)
+    mixed = build_transparent_attention(TransparentAttentionConfig.model_validate(SHAPE), V).double().eval()
+    assert torch.equal(mixed.mixtures.logits, torch.zeros(4, 2, dtype=torch.float64))
+    assert not torch.allclose(mixed(batch()), plain(batch()))
+    with torch.no_grad():
+        mixed.mixtures.logits[-1] = 100.0
+    torch.testing.assert_close(mixed(batch()), plain(batch()), rtol=1e-12, atol=1e-12)
+
+
+def test_logits_are_dropped_in_training_only() -> None:
+    model = transparent(mixture_dropout=0.5)
+    first, second = (model.train().encode(batch().source_BS).states_BSD for _ in range(2))
+    assert not torch.equal(first, second)
+    first, second = (model.eval().encode(batch().source_BS).states_BSD for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_cached_steps_equal_one_pass_and_beams_those_of_single_sentences(norm: str) -> None:
+    model, data = transparent(norm).eval(), batch()
+    memory = model.encode(data.source_BS)
+    assert memory.states_BSD.shape == (2, 2, 6, 16)
+    whole, cache = model.projection(model.decode(data.target_input_BT, memory)[0]), model.begin()
+    for position in range(4):
+        logits = model.step(data.target_input_BT[:, position], memory, cache)
+        torch.testing.assert_close(logits, whole[:, position], rtol=1e-10, atol=1e-10)
+    search = BeamSearch(BeamConfig(beam=3), model, V)
+    together = search.search(data.source_BS)
+    alone = [search.search(data.source_BS[:1])[0], search.search(data.source_BS[1:, :4])[0]]
+    assert [[h.tokens for h in found] for found in together] == [[h.tokens for h in found] for found in alone]
+
+
+def test_it_has_no_exits_but_the_top() -> None:
+    model = transparent()
+    assert model.at_exit(TOP) is model and model.stages == (1, 1)
+    with pytest.raises(ConfigError, match=r"the exit must be top, because each decoder layer .* but is '2-1'"):
+        model.at_exit("2-1")
+    settings = [
+        "model.name=transparent_attention",
+        "objective.label_smoothed=null",
+        "objective.multi_softmax.exits=all",
+    ]
+    with pytest.raises(ConfigError, match=r"objective.multi_softmax trains many exits"):
+        load_config(settings=settings)
+
+
+def test_it_composes_with_cross_attention_drop() -> None:
+    from deepspeed_nmt.build import build_model
+
+    settings = [f"model.{key}={value}" for key, value in SHAPE.items()]
+    settings += ["model.name=transparent_attention", "layer.name=cross_attention_drop", "layer.drop_depth=1"]
+    model = build_model(load_config(settings=[*settings, "layer.drop_ratio=1.0"]), V)
+    assert sorted(model.cross_attending()) == [2]
+    TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))(batch()).loss.backward()
+    gradient = dict(model.named_parameters())["mixtures.logits"].grad
+    assert float(gradient[:, 0].abs().max()) == 0.0 < float(gradient[:, 1].abs().max())
