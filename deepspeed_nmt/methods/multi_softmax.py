@@ -191,6 +191,10 @@ class MultiSoftmax:
         self.config = config
         self.pad = pad
 
+    def corrupted(self, batch: Batch, training: bool) -> Batch:
+        """Return the batch unchanged."""
+        return batch
+
     def request_passes(self, passes: Passes) -> None:
         """Request the exits of the update."""
         update, stages = passes.batch.update, passes.model.stages
