@@ -195,33 +195,6 @@ class Translator:
         )
         return found if self.detokenise is None else _detokenised(found, self.detokenise)
 
-
-def _form(run: Run, language: str) -> TextForm:
-    """Return the form of the text that a run writes, to make it plain.
-
-    Args:
-        run: the run.
-        language: language code given by the user; "" to take that of the run.
-
-    Raises:
-        ConfigError: if the text cannot be made plain.
-    """
-    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
-    if text.form == "unknown":
-        raise ConfigError(
-            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
-            "version; if its text was tokenised by Moses, give the language, for example de"
-        )
-    text.convert("plain", [])  # reports problems before anything is translated
-    return text
-
-
-def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
-    """Yield translations with plain text."""
-    for best in found:
-        lines = text.convert("plain", [each.text for each in best])
-        yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
-
     def score(
         self,
         sources: Iterable[str],
@@ -269,6 +242,33 @@ def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
         )
+
+
+def _form(run: Run, language: str) -> TextForm:
+    """Return the form of the text that a run writes, to make it plain.
+
+    Args:
+        run: the run.
+        language: language code given by the user; "" to take that of the run.
+
+    Raises:
+        ConfigError: if the text cannot be made plain.
+    """
+    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
+    if text.form == "unknown":
+        raise ConfigError(
+            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
+            "version; if its text was tokenised by Moses, give the language, for example de"
+        )
+    text.convert("plain", [])  # reports problems before anything is translated
+    return text
+
+
+def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
+    """Yield translations with plain text."""
+    for best in found:
+        lines = text.convert("plain", [each.text for each in best])
+        yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:

@@ -246,7 +246,8 @@ def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: S
     if ratio is None:
         ratio = float(length)  # removes nothing: a ratio cannot exceed the length
     words = ["--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
-    words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}", "--threads", str(arguments.threads)]
+    words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}", "--ratio-from", "1"]
+    words += ["--threads", str(arguments.threads)]
     words += [] if arguments.dedup else ["--keep-duplicates"]
     words += ["--text", text, "--source-lang", task.source, "--target-lang", task.target]
     directory = _text_directory(out, text, arguments.normalise)

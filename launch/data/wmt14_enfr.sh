@@ -23,9 +23,9 @@
 #
 #   --text moses --vocab-size 40000 --max-length 250 --ratio 1.5 --no-dedup --no-normalise
 #
-# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. The corpora have some 41 million pairs; the papers' 36
-# million are what a ratio of 1.5 leaves. Valid: newstest2012 and 2013 (sacreBLEU's wmt12, wmt13). Test: newstest2014
-# (wmt14/full).
+# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. They have more pairs than the papers' 36 million, whose
+# filter is not stated; the ratio is that of fairseq's scripts. Valid: newstest2012 and 2013 (sacreBLEU's wmt12, wmt13).
+# Test: newstest2014 (wmt14/full).
 #
 # Started again, it resumes. Test sets of sacreBLEU are read from its cache, $SACREBLEU or ~/.sacrebleu.
 

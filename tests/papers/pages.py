@@ -10,11 +10,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deepspeed_nmt.cli import _parser
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.recipes import load_sweep, recipes
+from deepspeed_nmt.recipes.reading import parse_yaml
 from tests.docs.pages import ROOT
 
 PAPERS = sorted(page for page in (ROOT / "docs" / "papers").glob("*.md") if page.name != "index.md")
@@ -104,8 +103,8 @@ def settings(page: Path) -> list[Setting]:
     found = []
     for _, cells in _tables(page, SETTINGS):
         key, paper, here, names, reason = cells
-        stated = paper if paper == NOT_STATED else yaml.safe_load(paper.replace("`", "")) if paper else None
-        value = yaml.safe_load(here.replace("`", "")) if here else stated
+        stated = paper if paper == NOT_STATED else parse_yaml(paper.replace("`", ""), page.name) if paper else None
+        value = parse_yaml(here.replace("`", ""), page.name) if here else stated
         found.append(
             Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason)
         )

@@ -36,7 +36,14 @@ DECIDING = [
 ]
 """Settings that the tables must have for each recipe whose model has them."""
 OF_THE_MACHINE = (
-    *("batch.micro_tokens", "training.validate_every", "training.log_every", "training.save_every", "model.name"),
+    *(
+        "batch.micro_tokens",
+        "training.validate_every",
+        "training.log_every",
+        "training.save_every",
+        "training.keep_last",
+        "model.name",
+    ),
     *("layer.name", "search.name", "validation."),
 )
 """Settings of recipes that the tables need not have."""
