@@ -71,6 +71,8 @@ def peak_allocation(config: RunConfig, recompute: int, tokens: int) -> int:
         ("multi_softmax_base", ["model.encoder_layers=2", "model.decoder_layers=3"], 0),
         ("recurrent_base_8_4", ["model.encoder_layers=4", "model.encoder_loops=2", "model.decoder_layers=2"], 1),
         ("depth_growing_base_8", SHALLOW, 0),
+        ("depth_growing_base_8", [*SHALLOW, "model.attend=h1_plus_input"], 1),
+        ("transparent_attention_base_16", ["model.encoder_layers=4", "model.decoder_layers=2"], 0),
     ],
 )
 def test_planned_activations_and_logits_equal_the_allocation(
