@@ -34,7 +34,7 @@ setup(
         "typing-extensions>=4.5",
     ],
     extras_require={
-        "moses": ["sacremoses>=0.1.1"],  # launch/data/
+        "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders
     },
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},

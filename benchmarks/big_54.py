@@ -67,7 +67,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     directory = Path(arguments.scratch, f"rank{world.rank}")
     directory.mkdir()
     (directory / "zero3.json").write_text(json.dumps(DS_CONFIG))
-    config = load_config("deep_decoder_big_54", settings=[*SETTINGS, f"engine.ds_config={directory / 'zero3.json'}"])
+    settings = [*SETTINGS, f"engine.ds_config={directory / 'zero3.json'}"]
+    config = load_config("deep_decoder_big_54_stabilised", settings=settings)
     rng = np.random.default_rng(1)
     pairs = [rng.integers(4, VOCABULARY, size=(64, 15)).tolist() for _ in range(2)]
     with CorpusWriter(directory, "train", VOCABULARY) as writer:

@@ -45,13 +45,14 @@ DATA = {"data": ["--vocab-size=400"], "bert-data": ["--tokenizer=hf:./berts/en,.
 LAYOUTS = {"zero2": ["engine.name=deepspeed", "engine.ds_config=zero2"], "plain": ["engine.name=plain"]}
 COMMON = [
     *("batch.update_tokens=300", "batch.micro_tokens=200", "schedule.warmup_updates=10", "optimizer.lr=3e-3"),
+    "optimizer.clip_norm=1.0",  # explicit, because recipes have changed
     *("training.max_updates=30", "training.validate_every=15", "training.log_every=1", "training.keep_last=9"),
     *("validation.max_sentences=7", "collapse.every=10", "collapse.sentences=16", "engine.device=cpu"),
 ]
 BEAM = ["search.beam=4", "search.max_length_ratio=1.2", "search.max_length_extra=2"]
 TINY = [
     *("model.dim=16", "model.ffn_dim=32", "model.heads=2", "model.encoder_layers=3", "model.decoder_layers=3"),
-    *("model.attention_dropout=0.1", "model.activation_dropout=0.1", *BEAM),
+    *("model.attention_dropout=0.1", "model.activation_dropout=0.1", "model.init=xavier", *BEAM),
 ]
 TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1", "search.name=beam"]
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])

@@ -44,15 +44,15 @@ train() { # train NAME SETTING...
     echo "== $name"
     "$python" -m deepspeed_nmt train --recipe transformer_base --data "$data" --run "$out/$name" \
         batch.update_tokens=16384 batch.micro_tokens=8192 training.max_updates=100 training.log_every=50 \
-        training.validate_every=100 schedule.warmup_updates=50 validation.max_sentences=100 "$@" 2>&1 | grep -E "update|error"
+        training.validate_every=100 schedule.warmup_updates=50 optimizer.clip_norm=1 validation.max_sentences=100 "$@" 2>&1 | grep -E "update|error"
 }
 
 train plain_bf16 engine.name=plain engine.precision=bf16
 train plain_fp16 engine.name=plain engine.precision=fp16
 train zero1_bf16 engine.name=deepspeed engine.ds_config=zero1 engine.precision=bf16
 train zero2_fp16 engine.name=deepspeed engine.ds_config=zero2 engine.precision=fp16
-train deep_decoder_zero2_bf16 --recipe deep_decoder_base_30 engine.name=deepspeed engine.ds_config=zero2 engine.precision=bf16 \
-    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 collapse.every=25 validation.bleu=false validation.best_by=loss
-train deep_decoder_zero3_fp16 --recipe deep_decoder_base_30 engine.name=deepspeed engine.ds_config=zero3 engine.precision=fp16 \
-    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 validation.bleu=false validation.best_by=loss
+train deep_decoder_zero2_bf16 --recipe deep_decoder_base_30_stabilised engine.name=deepspeed engine.ds_config=zero2 engine.precision=bf16 \
+    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 collapse.every=25 "validation.metrics=[]"
+train deep_decoder_zero3_fp16 --recipe deep_decoder_base_30_stabilised engine.name=deepspeed engine.ds_config=zero3 engine.precision=fp16 \
+    batch.micro_tokens=4096 training.max_updates=50 training.validate_every=50 "validation.metrics=[]"
 train zero3_bf16 engine.name=deepspeed engine.ds_config=zero3 engine.precision=bf16

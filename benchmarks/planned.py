@@ -24,13 +24,15 @@ from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import CONTEXT_GIB, Gpu, kind_of
 from deepspeed_nmt.run.resolve import make_planner
 
+RECIPE = "deep_decoder_big_54_stabilised"
+
 
 def main() -> None:
     """Plan, train, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="data directory, made by `deepspeed-nmt prepare`")
     parser.add_argument("--out", type=Path, required=True, help="directory for the run")
-    parser.add_argument("--recipe", default="deep_decoder_big_54", help="recipe to train (default: %(default)s)")
+    parser.add_argument("--recipe", default=RECIPE, help="recipe to train (default: %(default)s)")
     parser.add_argument("--gib", type=float, default=16.0, help="memory of the GPU in GiB (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=100, help="number of updates (default: %(default)s)")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, which override the recipe")
@@ -57,7 +59,7 @@ def main() -> None:
         f"engine.precision={gpu.precision}",
         f"training.max_updates={arguments.updates}",
     ]
-    words += [f"training.log_every={half}", "validation.bleu=false", "validation.best_by=loss", "collapse.every=0"]
+    words += [f"training.log_every={half}", "validation.metrics=[]", "collapse.every=0"]
     status = deepspeed_nmt([*words, *arguments.settings])
     if status:
         sys.exit(status)

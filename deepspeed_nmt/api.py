@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines
 from deepspeed_nmt.search.translate import Translation, translate_lines
+from deepspeed_nmt.text import TextForm
 
 Paths = str | Path | Sequence[str | Path]
 """A run directory, or several."""
@@ -45,6 +47,7 @@ class Translator:
         search: the search and its settings.
         device: device of the model.
         max_source_tokens: default of :meth:`stream`.
+        detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class Translator:
         search: SearchConfig,
         device: torch.device,
         max_source_tokens: int = MAX_SOURCE_TOKENS,
+        detokenise: TextForm | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.search = search
         self.device = device
         self.max_source_tokens = max_source_tokens
+        self.detokenise = detokenise
 
     @classmethod
     def open(
@@ -71,6 +76,7 @@ class Translator:
         exit: str | None = None,
         encoder_layers: int | None = None,
         decoder_layers: int | None = None,
+        detokenise: str | None = None,
         **search: Any,
     ) -> Translator:
         """Open a run, or an ensemble of runs.
@@ -82,6 +88,8 @@ class Translator:
             exit: exit to decode from, for example "3-2", or "shallow" of a grown model; None for the top.
             encoder_layers: number of the encoder's first layers (or loops) to use; None for all.
             decoder_layers: number of the decoder's first layers (or loops) to use; None for all.
+            detokenise: language code of the translations, from which Moses' tokens are removed; "" for the language
+                that the run records; None to keep the form of the text that it was trained on.
             search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
                 search.
 
@@ -95,14 +103,16 @@ class Translator:
         _check_type("exit", exit, (str, type(None)), "the name of an exit")
         for name, layers in (("encoder_layers", encoder_layers), ("decoder_layers", decoder_layers)):
             _check_type(name, layers, (int, type(None)), "a whole number")
+        _check_type("detokenise", detokenise, (str, type(None)), "a language code")
         runs = [Run.open(path, option("run")) for path in _paths(run)]
         _check_ensemble(runs)
+        text = None if detokenise is None else _form(runs[0], detokenise)
         exits = (exit, encoder_layers, decoder_layers)
         settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
         models = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
         model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
         longest = min(each.max_source_tokens for each in runs)
-        return cls(model, runs[0].tokenizer, settings, where, longest)
+        return cls(model, runs[0].tokenizer, settings, where, longest, text)
 
     def translate(
         self,
@@ -170,7 +180,7 @@ class Translator:
             ConfigError: if a number is out of range, or ``sentences`` is something else.
             DataError: if a sentence is too long, and ``strict`` is True.
         """
-        return translate_lines(
+        found = translate_lines(
             self.model,
             self.tokenizer,
             _checked(sentences),
@@ -183,6 +193,7 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
         )
+        return found if self.detokenise is None else _detokenised(found, self.detokenise)
 
     def score(
         self,
@@ -231,6 +242,33 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
         )
+
+
+def _form(run: Run, language: str) -> TextForm:
+    """Return the form of the text that a run writes, to make it plain.
+
+    Args:
+        run: the run.
+        language: language code given by the user; "" to take that of the run.
+
+    Raises:
+        ConfigError: if the text cannot be made plain.
+    """
+    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
+    if text.form == "unknown":
+        raise ConfigError(
+            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
+            "version; if its text was tokenised by Moses, give the language, for example de"
+        )
+    text.convert("plain", [])  # reports problems before anything is translated
+    return text
+
+
+def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
+    """Yield translations with plain text."""
+    for best in found:
+        lines = text.convert("plain", [each.text for each in best])
+        yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import SerializeAsAny, ValidationError
 
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
-from deepspeed_nmt.data.batching import MAX_TOKENS, BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
 from deepspeed_nmt.recipes import load_recipe
 from deepspeed_nmt.recipes.reading import MAX_DEPTH, merge, parse_yaml, read_yaml
 from deepspeed_nmt.registry import Config, Registry, problem_of
+from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.train.collapse import CollapseConfig
 from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
@@ -32,21 +33,12 @@ _MAX_HINTS = 10
 """Bound on the unknown settings that are searched for a similar name, and listed."""
 
 
-class ValidationConfig(Config):
-    """Validation during training."""
-
-    bleu: bool = Field(default=True, description="True: translate the validation set and compute BLEU")
-    best_by: Literal["bleu", "loss"] = Field(
-        default="bleu",
-        description="measure that chooses the best checkpoint; of BLEU equal to two decimals, or below 1, the one of "
-        "lower loss",
-    )
-    max_sentences: int = Field(
-        default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
-    )
-    max_tokens: int = Field(
-        default=4096, ge=1, le=MAX_TOKENS, description="batch size of the search: sentences x longest source"
-    )
+def _flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _default(registry: Registry[Any]) -> Any:
@@ -103,14 +95,22 @@ class RunConfig(Config):
         """Return all settings, defaults included, in the form that :func:`load_config` reads."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
+    def flat(self) -> dict[str, object]:
+        """Return all settings as ``section.key: value``; an objective has those of the parts that it consists of."""
+        return dict(_flat(self.model_dump(mode="json")))
 
-def load_config(recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
+
+def load_config(
+    recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = (), resumed: Path | None = None
+) -> RunConfig:
     """Load a configuration; each source overrides those before it.
 
     Args:
         recipe: name of a recipe.
         file: YAML file of settings.
         settings: of the form ``section.key=value``, with the value in YAML.
+        resumed: settings of the run that is resumed, as `train` wrote them. The settings that are newer than some
+            runs stay as they are there, unless another source gives them.
 
     Raises:
         ConfigError: if a setting is unknown, of the wrong type or out of range; it lists all of them.
@@ -127,22 +127,77 @@ def load_config(recipe: str | None = None, file: Path | None = None, settings: S
             problems.append(f"settings must look like section.key=value, but one is {shown(setting)}")
             continue
         try:
-            merge(merged, _nested(key, value))
+            merge(merged, _nested(key, _parsed(key, value)))
         except ConfigError as error:
             problems.extend(error.problems)
+    if resumed is not None:
+        merged = _with_older(merged, read_yaml(resumed))
     return validate(merged, problems)
 
 
-def _nested(key: str, value: str) -> dict[str, Any]:
-    nested: Any
+def load_recorded(file: Path) -> RunConfig:
+    """Load the settings of a run, as `train` wrote them.
+
+    Raises:
+        ConfigError: if the file cannot be read, or was changed to something else.
+    """
+    return validate_recorded(read_yaml(file))
+
+
+def validate_recorded(record: Mapping[str, Any]) -> RunConfig:
+    """Validate the settings that a run recorded; those newer than the run have the values of older runs.
+
+    Raises:
+        ConfigError: if they are no settings.
+    """
+    return validate(_with_older(record, record))
+
+
+def _with_older(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, completed by those of a run for which :func:`~deepspeed_nmt.registry.older` is declared.
+
+    Args:
+        content: settings by section, which are kept.
+        record: settings of the run.
+    """
+    completed: dict[str, Any] = {}
+    for section in RunConfig.model_fields:
+        for prefix, name, kind in setting_classes(section):
+            own, recorded = _at(content, prefix), _at(record, prefix)
+            if own is None or recorded is None:
+                continue
+            if name and any(each.get("name", NAMED[section].default) != name for each in (own, recorded)):
+                continue
+            if older := kind.older_values():
+                values = {key: recorded.get(key, value) for key, value in older.items()}
+                merge(completed, _nested(prefix, values))
+    merge(completed, content)
+    return completed
+
+
+def _at(content: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
+    """Return the settings under a prefix; None if it is a part of the objective that is not used."""
+    section, _, part = prefix.partition(".")
+    found = content.get(section, {})
+    if part and isinstance(found, Mapping):
+        found = found.get(part)
+    return found if isinstance(found, Mapping) else None
+
+
+def _parsed(key: str, value: str) -> Any:
+    """Return the value of a setting of the command line; text that is no YAML is itself."""
     try:
-        nested = parse_yaml(value, shown(key))
+        return parse_yaml(value, shown(key))
     except yaml.YAMLError:
-        nested = value
+        return value
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value nested by the parts of its dotted key."""
     for part in reversed(key.split(".")):
-        nested = {part: nested}
-    content: dict[str, Any] = nested
-    return content
+        value = {part: value}
+    nested: dict[str, Any] = value
+    return nested
 
 
 def setting_classes(section: str) -> Iterator[tuple[str, str, type[Config]]]:

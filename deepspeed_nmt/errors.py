@@ -24,6 +24,8 @@ EXIT_RANK_LOST = 70
 
 _MAX_PROBLEMS = 20
 """Bound on the problems that a message lists."""
+_MAX_KNOWN = 20
+"""Bound on the correct words that a message lists."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
 _AS_TYPED = ContextVar("as_typed", default=False)
@@ -112,10 +114,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         known: correct words.
 
     Returns:
-        "; did you mean 'x'?" if a correct word is similar, else a list of all correct words.
+        "; did you mean 'x'?" if a correct word is similar, else a list of the correct words; of many, the nearest.
     """
     choices = sorted(known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
+    if len(choices) > _MAX_KNOWN:
+        nearest = difflib.get_close_matches(word, choices, n=_MAX_KNOWN, cutoff=0.0)
+        return f"; {len(choices)} are known, among them {', '.join(sorted(nearest))}"
     return f"; known: {', '.join(choices)}" if choices else ""

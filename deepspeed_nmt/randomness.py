@@ -35,6 +35,9 @@ class Purpose(IntEnum):
     TENSOR_RANK = 9
     MASK_COUNT = 10
     MASKED_TARGETS = 11
+    TARGET_REPLACEMENT = 12
+    SOURCE_SPAN = 13
+    SOURCE_REPLACEMENT = 14
 
 
 def _mix(value: int) -> int:

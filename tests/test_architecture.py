@@ -24,6 +24,7 @@ HELPERS = {
         "locks",
         "randomness",
         "huggingface",
+        "text",
     )
 }
 MAY_IMPORT = {

@@ -4,9 +4,10 @@
 
 TEXT is a directory with train, val and test_2016_flickr in .de and .en (raw Multi30k); the direction is German to
 English. First, two small BERTs are pretrained on the two sides of the training text by masked-token prediction, with
-WordPiece vocabularies, and saved by `transformers` (OUT/berts). Then DATA is prepared with their tokenizers, and each
-arm is trained, averaged and translated as in the other experiments. References are normalised like translations
-(lower case, spaces of BERT's tokenizer), so scores are comparable only among the arms. Requires `transformers`.
+WordPiece vocabularies, and saved by `transformers` (OUT/berts); BERTs that are there already are used. Then DATA is
+prepared with their tokenizers, and each arm is trained, averaged and translated as in the other experiments.
+References are normalised like translations (lower case, spaces of BERT's tokenizer), so scores are comparable only
+among the arms. Requires `transformers`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ ARMS = {
     "coordinator": Arm([f"model.coordinator_layers={LAYERS}"], recipe="bert_coordinator"),
     "abnet_serial": Arm(["model.adapter_dim=128"], recipe="abnet_serial"),
     "abnet_parallel": Arm(["model.adapter_dim=128"], recipe="abnet_parallel"),
+    # The factor of the parallel decoder's sums, which is 1 in the paper.
+    **{
+        f"{name}_{label}": Arm([f"model.fusion_scale={scale}"], recipe=f"bert_{name}")
+        for name in ("parallel", "parallel_frozen")
+        for label, scale in (("half", "0.5"), ("learned", "learned"))
+    },
     # Embeddings are trained; in the paper they are frozen.
     **{
         f"{name}_thawed": Arm(["model.freeze=[]"], recipe=f"bert_{name}")

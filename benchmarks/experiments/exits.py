@@ -5,7 +5,11 @@
 DATA is a directory made by `deepspeed-nmt prepare`, with a test set; the figures in benchmarks/RESULTS.md are of raw
 Multi30k, English to German, and a vocabulary of 2,000. Arms train in OUT/<arm>-seed<n>, on one thread each. A grown
 model starts from `layers3` and trains as long again; compare it with the arms of twice the updates (`..._long`).
-Finally `report depths` of the N x M model is drawn to OUT/depths.png.
+
+The N x M models have the settings of the vanilla ones. `multi4x4` draws 2x2 exits for each update and weights them by
+the inverse of their probability, `multi4x4_equal` weights them equally. An update of theirs costs about two vanilla
+ones, so on equal budgets compare them with `layers4_long`. `multi4x4_all`, which is no default job, trains all 16
+exits in each update. Finally `report depths` of each N x M model is drawn to OUT/depths-<arm>-seed<n>.png.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ def depth(encoder: int, decoder: int) -> list[str]:
 TOP = ["model.name=depth_growing", "model.top_encoder_layers=1", "model.top_decoder_layers=1"]
 LOOPS = ["model.name=recurrent", "model.encoder_loops=2", "model.decoder_loops=2"]
 EXITS = ["objective.label_smoothed=null", "objective.multi_softmax.exits=2x2"]
-PAIRS = [(4, 4), (4, 2), (2, 2)]
+PAIRS = {f"{encoder}-{decoder}": depth(encoder, decoder) for encoder, decoder in ((4, 4), (4, 2), (2, 2))}
 
 ARMS = {
     "layers4": Arm(layers(4, 4)),
@@ -44,15 +48,16 @@ ARMS = {
     ),
     "layers3_long": Arm(layers(3, 3), times=2),
     "layers4_long": Arm(layers(4, 4), times=2),
-    "multi4x4": Arm(
-        [*layers(4, 4), *EXITS],
-        translations={f"{encoder}-{decoder}": depth(encoder, decoder) for encoder, decoder in PAIRS},
+    "multi4x4": Arm([*layers(4, 4), *EXITS], translations=PAIRS),
+    "multi4x4_equal": Arm(
+        [*layers(4, 4), *EXITS, "objective.multi_softmax.inverse_probability=false"], translations=PAIRS
     ),
+    "multi4x4_all": Arm([*layers(4, 4), EXITS[0], "objective.multi_softmax.exits=all"], translations=PAIRS),
 }
 # Longest first; an arm that grows comes after the arm it grows from.
 JOBS = [
-    *("layers4:1", "multi4x4:1", "layers8:1", "recurrent4x2:1", "layers3:1", "grown3+1:1", "layers4-2:1"),
-    *("layers2:1", "layers4_long:1", "layers3_long:1"),
+    *("layers4:1", "multi4x4:1", "multi4x4_equal:1", "layers8:1", "recurrent4x2:1", "layers3:1", "grown3+1:1"),
+    *("layers4-2:1", "layers2:1", "layers4_long:1", "layers3_long:1"),
 ]
 
 
@@ -62,9 +67,10 @@ def main() -> None:
     experiment = Experiment(ARMS, arguments)
     experiment.run(arguments.jobs)
     for job in arguments.jobs:
-        if job.startswith("multi4x4:"):
+        if job.startswith("multi"):
             run = experiment.run_of(*job.split(":"))
-            files = ["--input", str(arguments.data / "test.source"), "--out", str(arguments.out / "depths.png")]
+            picture = arguments.out / f"depths-{run.name}.png"
+            files = ["--input", str(arguments.data / "test.source"), "--out", str(picture)]
             files += ["--reference", str(arguments.data / "test.target")]
             sys.stdout.write(sh("report", "depths", "--run", str(run), "--checkpoint", "average", *files, "--oracle"))
 

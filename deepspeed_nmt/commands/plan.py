@@ -1,6 +1,6 @@
 """Plan a run without starting it: parameters, memory of each GPU by part, speed, and settings to use.
 
-    deepspeed-nmt plan --recipe deep_decoder_big_54 --gpu v100-32g --num-gpus 32
+    deepspeed-nmt plan --recipe deep_decoder_big_54_stabilised --gpu v100-32g --num-gpus 32
 
 Memory is counted by running an update of the model on torch's meta device, where tensors have shapes and no data; see
 docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.

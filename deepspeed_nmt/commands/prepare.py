@@ -48,6 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--segmented", action="store_true", help="the text is already segmented with '@@ ' marks")
     parser.add_argument(
+        "--text", choices=("raw", "moses", "tokenised"),
+        help="form of the text: raw, tokenised by Moses' rules, or by others; decides how translations are scored "
+        "(default: raw; with --segmented: tokenised)",
+    )  # fmt: skip
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-lang", metavar="L", help=f"language code of the {side}, for example de; Moses' rules need it"
+        )
+    parser.add_argument(
         "--character-coverage", type=float, default=1.0, metavar="P",
         help="share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese "
         "(default: %(default)s)",
@@ -93,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deepspeed_nmt.console import output
     from deepspeed_nmt.data.clean import CleaningConfig
-    from deepspeed_nmt.data.prepare import PrepareOptions, prepare
+    from deepspeed_nmt.data.options import PrepareOptions
+    from deepspeed_nmt.data.prepare import prepare
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.registry import problem_of
     from deepspeed_nmt.run.vocabulary import verify_vocabulary

@@ -4,8 +4,9 @@
     deepspeed-nmt score --hypothesis out.bpe.de --reference test.bpe.de --segmented --lowercase
     deepspeed-nmt score --tune-rerank valid.nbest --reference valid.de
 
-Plain text is scored with sacreBLEU and chrF; publish a score together with the signature printed below it. Files are
-UTF-8, one sentence a line, aligned; `-` is standard input. Of several hypotheses, each is compared with the first by
+Plain text is scored with sacreBLEU and chrF; publish a score together with the signature printed below it. Text that
+Moses' tokenizer made is detokenised first if --like names its run or data. Files are UTF-8, one sentence a line,
+aligned; `-` is standard input. Of several hypotheses, each is compared with the first by
 paired bootstrap resampling.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
+    from deepspeed_nmt.text import Kind
 
 HELP = "score translations: sacreBLEU and chrF with their signatures"
 
@@ -50,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--like",
         type=Path,
         metavar="DIR",
-        help="normalise references as translations of this run or data directory are: lower case and spaces of a "
-        "BERT's tokenizer; such scores are comparable only with one another",
+        help="the files have the form of this run's or data directory's text: Moses' tokens are made plain, or with "
+        "--tokenised plain text is tokenised; references get a BERT's lower case and spaces, which makes scores "
+        "comparable only with one another",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each hypothesis, one a line")
 
@@ -131,11 +134,21 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
     references = {name: lines[name] for name in arguments.reference}
     if arguments.like is not None:
         from deepspeed_nmt.data.directory import open_tokenizer
-        from deepspeed_nmt.run.vocabulary import verify_vocabulary
+        from deepspeed_nmt.run.vocabulary import recorded_form, verify_vocabulary
 
         verify_vocabulary(arguments.like)
         tokenizer = open_tokenizer(arguments.like)
+        form = recorded_form(arguments.like, tokenizer)
+        kind: Kind = "tokenised" if arguments.tokenised or arguments.segmented else "plain"
+        known = form.form != "unknown"  # otherwise the text is what the options say
+        if known and (problem := form.problem(kind)):
+            remedy = "give --tokenised" if kind == "plain" else "leave out --tokenised"
+            raise DataError(f"--like {arguments.like} cannot give {kind} text, because {problem}; {remedy}")
         references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
+        if known:  # the source, too, so that its copies stay copies
+            lines, references = (
+                {name: form.convert(kind, each) for name, each in texts.items()} for texts in (lines, references)
+            )
     return ScoreInputs(
         hypotheses=[(name, lines[name]) for name in arguments.hypothesis],
         references=references,

@@ -112,7 +112,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 progress.update,
             )
             return EXIT_STOPPED
-        best = "" if progress.best_score is None else f", best validation score {progress.best_score:.2f}"
+        best = "" if progress.best_score is None else f", best validation score {abs(progress.best_score):.2f}"
         logger.info(
             "done: %d updates, %s target tokens%s (update %d)",
             progress.update,
@@ -133,7 +133,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     Raises:
         UserError: if options contradict each other, or a file cannot be read.
     """
-    from deepspeed_nmt.config import load_config
+    from deepspeed_nmt.config import load_config, load_recorded
     from deepspeed_nmt.data.directory import DataDirectory
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
@@ -150,16 +150,17 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
     base, begun = arguments.config, has_begun(arguments.run)
+    recorded = arguments.run / CONFIG_FILE
     if begun:
         verify_run(arguments.run, arguments.data)
     elif origin is not None:
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
-        base = arguments.run / CONFIG_FILE  # without --recipe and --config, a resumed run keeps its settings
+        base = recorded  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:
         check_origin(arguments.run, origin)
-    config = load_config(arguments.recipe, base, arguments.settings)
-    before = load_config(file=arguments.run / CONFIG_FILE) if begun else None
+    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None)
+    before = load_recorded(recorded) if begun else None
     if arguments.data is None and not begun:
         raise ConfigError(
             "--data is required to start a run, but missing; give a directory made by `prepare` (a run that has a "

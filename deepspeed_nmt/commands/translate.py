@@ -82,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or 0.4)",
     )  # fmt: skip
     parser.add_argument(
+        "--detokenise", nargs="?", const="", metavar="L",
+        help="write plain text: undo Moses' tokenizer by the rules of language L (default: that of the run's data)",
+    )  # fmt: skip
+    parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
     )  # fmt: skip
@@ -110,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             exit=arguments.exit,
             encoder_layers=arguments.encoder_layers,
             decoder_layers=arguments.decoder_layers,
+            detokenise=arguments.detokenise,
             name=arguments.rerank and arguments.rerank.replace("-", "_"),
             **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
         )

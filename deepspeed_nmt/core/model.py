@@ -216,4 +216,6 @@ class TranslationModel(DecodableModel):
         Shape: -> (B,T,D)
         """
         memory = self.encode(batch.source_BS, padded=batch.source_padded)
-        return self.decode(batch.target_input_BT, memory, Draw(batch.update.seed, batch.update.number))[0]
+        update = batch.update
+        draw = Draw(update.seed, update.number, micro_batch=update.micro_batch)
+        return self.decode(batch.target_input_BT, memory, draw)[0]

@@ -43,6 +43,9 @@ class LossOutput(NamedTuple):
 class Likelihood(Protocol):
     """Loss of predictions against the references."""
 
+    def corrupted(self, batch: Batch, training: bool) -> Batch:
+        """Return the batch as the model reads it, for example with masked tokens."""
+
     def request_passes(self, passes: Passes) -> None:
         """Request exits. Called in training only; validation uses the top exit."""
 
@@ -100,7 +103,7 @@ class Objective:
 
     def __call__(self, model: TranslationModel, batch: Batch) -> LossOutput:
         """Compute the loss of a micro-batch."""
-        passes = Passes(model, batch)
+        passes = Passes(model, self._likelihood.corrupted(batch, model.training))
         due = [each for each in self._regularizers if model.training and batch.update.number % each.every == 0]
         finish = [(each, value) for each in due if (value := each.request_passes(passes)) is not None]
         if model.training:

@@ -76,7 +76,8 @@ class Passes:
         if blocks != list(range(encoders * sources)):
             first_X = torch.tensor(blocks, device=batch.source_BS.device) * rows
             memory = memory.select((first_X.unsqueeze(1) + torch.arange(rows, device=first_X.device)).flatten())
-        draw = Draw(batch.update.seed, batch.update.number, tuple(range(passes)) * encoders)
+        update = batch.update
+        draw = Draw(update.seed, update.number, tuple(range(passes)) * encoders, update.micro_batch)
         states = model.decode(batch.target_input_BT.repeat(len(blocks), 1), memory, draw, self.decoder_exits)
         found: list[dict[str, Tensor]] = [{} for _ in range(passes)]
         for decoder_exit, states_XTD in zip(self.decoder_exits, states, strict=True):

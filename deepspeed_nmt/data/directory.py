@@ -18,6 +18,7 @@ from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import check_utf8_name, parse_json
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
 from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.text import TextForm
 
 META_FILE = "meta.json"
 VOCABULARY_FILES = (INFO_FILE, MODEL_FILE, *map(side_file, SIDES))
@@ -43,6 +44,7 @@ class Meta(Config):
         options: options that decide the content; equal options and inputs give equal data.
         inputs: input files by ``<split>.<side>``, in order.
         segmented: True if the text is already segmented in the ``@@ `` style.
+        text: form of the text; None in older directories.
         vocabulary_size: tokens of the target's side, including special ones.
         source_vocabulary_size: tokens of the source's side; None in older directories, where both sides are equal.
         pairs_read: training pairs before cleaning.
@@ -57,6 +59,7 @@ class Meta(Config):
     options: dict[str, Any]
     inputs: dict[str, tuple[InputRecord, ...]]
     segmented: bool
+    text: TextForm | None = None
     vocabulary_size: int
     source_vocabulary_size: int | None = None
     pairs_read: int
@@ -155,6 +158,11 @@ class DataDirectory:
     def longest_source(self) -> int:
         """Tokens of the longest source sentence of the training text, without EOS."""
         return self.meta.splits["train"].source.longest
+
+    @property
+    def text_form(self) -> TextForm:
+        """Form of the text; of directories of older versions only known if it is segmented."""
+        return self.meta.text or TextForm.unrecorded(self.meta.segmented)
 
     @property
     def has_test(self) -> bool:

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
-from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES, Side
+from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
-from deepspeed_nmt.data.clean import CleaningConfig, PairCleaner, Reason, batched, normalise_whitespace, read_lines
+from deepspeed_nmt.data.clean import PairCleaner, Reason, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
 from deepspeed_nmt.data.directory import (
     FORMAT,
@@ -32,104 +31,21 @@ from deepspeed_nmt.data.directory import (
     open_tokenizer,
 )
 from deepspeed_nmt.data.inputs import Paths, copy_text, inspect_inputs, read_pairs
-from deepspeed_nmt.data.normalization import Normalization
+from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
 from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import DataError, shown
+from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
-from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import looks_tokenised
 
-DEFAULT_VOCAB_SIZE = 8000
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
 _BATCH_PAIRS = 10_000
 _PREPARED = re.compile(r"(train|valid|test)\.(source|target)(\..*)?|vocabulary\..*")
 """Names of the files of a data directory besides META_FILE."""
-
-
-class PrepareOptions(Config):
-    """Options of `prepare`.
-
-    Several files of one kind are read one after another, each aligned with its other side.
-    """
-
-    train_source: Paths = Field(min_length=1)
-    train_target: Paths = Field(min_length=1)
-    valid_source: Paths = Field(min_length=1)
-    valid_target: Paths = Field(min_length=1)
-    test_source: Paths = ()
-    test_target: Paths = ()
-    out: Path
-    vocab_size: int | None = Field(default=None, gt=4, le=MAX_VOCABULARY)
-    """Number of tokens; None means 8000, or all tokens of segmented text."""
-    vocab_from: Path | None = None
-    """Directory whose vocabulary is used instead of a new one."""
-    tokenizer: str | None = None
-    """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
-    segmented: bool = False
-    """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
-    character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
-    """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
-    normalization: Normalization | None = None
-    """Unicode's form of the text of a new vocabulary; None means nfkc."""
-    cleaning: CleaningConfig = CleaningConfig()
-    seed: int = Field(default=1, ge=0, lt=1 << 63)
-    """Seed of the sample that the vocabulary is trained on."""
-    threads: int = Field(default=1, ge=1, le=1024)
-    overwrite: bool = False
-
-    @model_validator(mode="after")
-    def _one_vocabulary(self) -> PrepareOptions:
-        if self.tokenizer is None:
-            return self
-        if not self.tokenizer.startswith(PREFIX):
-            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
-        given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
-        given["--character-coverage"] = self.character_coverage != 1.0
-        given["--normalization"] = self.normalization is not None
-        if others := [option for option, value in given.items() if value]:
-            raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
-        return self
-
-    @model_validator(mode="after")
-    def _normalization_is_of_a_new_vocabulary(self) -> PrepareOptions:
-        if self.normalization is not None and self.segmented:
-            raise ValueError("--normalization is for raw text, but segmented text is taken as it is; leave it out")
-        if self.normalization is not None and self.vocab_from is not None:
-            raise ValueError("--vocab-from brings its own normalization; leave out --normalization")
-        return self
-
-    @model_validator(mode="after")
-    def _sides_match(self) -> PrepareOptions:
-        for split in ("train", "valid", "test"):
-            source, target = self.paths(split)
-            if len(source) != len(target):
-                raise ValueError(
-                    f"{split} must have as many source as target files, but has {len(source)} and {len(target)}"
-                )
-        return self
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Splits with text."""
-        return ("train", "valid", "test") if self.test_source else ("train", "valid")
-
-    def paths(self, split: str) -> tuple[Paths, Paths]:
-        """Return the source and the target files of a split."""
-        return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
-
-    def recorded(self, vocabulary: Tokenizer | None) -> dict[str, Any]:
-        """Collect the options that decide the result, besides the text; ``vocabulary`` is the given one, if any."""
-        options = self.model_dump(mode="json", include={"segmented", "cleaning"})
-        if vocabulary is not None:
-            return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
-        size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
-        if self.normalization not in (None, "nfkc"):  # not recorded by versions that had no other
-            options["normalization"] = self.normalization
-        return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
 
 def prepare(options: PrepareOptions) -> Meta:
@@ -214,6 +130,9 @@ def _fill(
         for name in (f"{split}.source", f"{split}.target"):
             copy_text(inputs[name], staging / name)
 
+    if options.text_form.form == "raw":
+        _warn_of_tokens(staging / "valid.target")
+
     files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
         format=FORMAT,
@@ -221,6 +140,7 @@ def _fill(
         options=recorded,
         inputs=inputs,
         segmented=tokenizer.segmented,
+        text=options.text_form,
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
@@ -231,6 +151,19 @@ def _fill(
     )
     write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
     return meta
+
+
+def _warn_of_tokens(path: Path) -> None:
+    """Warn of raw text that looks tokenised."""
+    lines = [line.decode("utf-8", errors="replace").rstrip() for line in read_lines((path,))]
+    if count := looks_tokenised(lines):
+        logger.warning(
+            "%s: %s of %s lines end in ' .' and look tokenised, so that BLEU would not be comparable; give --text "
+            "moses and the languages, or --text tokenised",
+            path.name,
+            f"{count:,}",
+            f"{len(lines):,}",
+        )
 
 
 def _lenient(line: bytes, segmented: bool) -> str:

@@ -18,11 +18,10 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
+from deepspeed_nmt.text import looks_tokenised
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
-TOKENISED_LINES_WORTH_A_WARNING = 0.3
-"""Share of lines ending in " ." that causes a warning: plain text has no space before a full stop."""
 MAX_LINES_OF_A_TEST = 50_000
 """Bound on a significance test: the resamples of more lines would not fit into the memory of a common machine."""
 
@@ -130,8 +129,7 @@ def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
         segmented = sum("@@ " in sentence for sentence in sentences)
         if segmented:
             logger.warning("%s: %s of %s lines hold `@@ `; --segmented joins them", file, f"{segmented:,}", total)
-        periods = sum(sentence.endswith(" .") for sentence in sentences)
-        if not tokenised and periods >= TOKENISED_LINES_WORTH_A_WARNING * len(sentences):
+        if not tokenised and (periods := looks_tokenised(sentences)):
             logger.warning(
                 "%s: %s of %s lines end in ' .' and look tokenised, but sacreBLEU is for plain text; detokenise it, "
                 "or give --tokenised for the older papers' BLEU",

@@ -16,6 +16,7 @@ from deepspeed_nmt.methods import (
     cross_attention_drop,
     depth_growing,
     label_smoothed,
+    masked_tokens,
     multi_softmax,
     parallel_decoder,
     recurrent,
@@ -81,7 +82,7 @@ LIKELIHOODS: Registry[Likelihood] = Registry(
             multi_softmax.build_multi_softmax,
             multi_softmax.SELF_TEST,
         ),
-        Entry("masked_tokens", abnet.MaskedTokensConfig, abnet.build_masked_tokens),
+        Entry("masked_tokens", masked_tokens.MaskedTokensConfig, masked_tokens.build_masked_tokens),
     ],
 )
 

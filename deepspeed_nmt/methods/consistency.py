@@ -13,8 +13,11 @@ Gradients flow through both arguments of both divergences, as in R-Drop. The div
 cross-entropy, chunk by chunk, without storing full distributions
 (:func:`deepspeed_nmt.kernels.cross_entropy.projected_cross_entropy`).
 
-Deviations: the deep-decoder paper does not state lambda, which is 1.0 by default. R-Drop's authors sum the two NLLs,
-which are averaged here to keep the scale of the loss; their alpha = 5 is lambda = 2.5 here.
+Deviations: the deep-decoder paper does not state lambda, which is 1.0 by default. R-Drop's authors minimise
+
+    NLL_1 + NLL_2 + alpha * 1/2 [KL(P_1 || P_2) + KL(P_2 || P_1)],
+
+twice this loss with lambda = alpha / 2: their alpha = 5 is lambda = 2.5 here.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ class ConsistencyConfig(RegularizerConfig):
     """Settings of DDR and R-Drop."""
 
     weight: float = Field(
-        default=1.0, ge=0.0, description="factor of the divergence in the loss (lambda); 0 disables it"
+        default=1.0,
+        ge=0.0,
+        description="factor of the divergence in the loss (lambda), half of R-Drop's alpha; 0 disables it",
     )
     every: int = Field(default=1, ge=1, description="k: apply it in every k-th update")
 

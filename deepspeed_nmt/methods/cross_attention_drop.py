@@ -11,8 +11,13 @@ cross-attention sub-layer of layer l in training, with its residual connection a
 The layer then runs self-attention and feed-forward only. Layers are numbered from 1, at the embedding. In inference
 every layer that has cross-attention applies it.
 
-Each choice is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of an
-update, and in recomputation. A skipped sub-layer has no cost per token, and its parameters get zero gradients.
+A choice (coin) is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of
+an update, and in recomputation. With ``coins: micro_batch`` it is also a function of the micro-batch's number on its
+rank. The k-th micro-batches of all ranks share their coins, because under ZeRO all ranks must run the same
+sub-layers. An update then averages over several networks, but depends on how it is cut into micro-batches, and so on
+the number of ranks.
+
+A skipped sub-layer has no cost per token, and its parameters get zero gradients.
 
 Deviations from the paper:
 
@@ -40,12 +45,14 @@ from deepspeed_nmt.core.parts import LayerConfig, Parts
 from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, LayerParts, make_decoder_layer, select_blocks
 from deepspeed_nmt.nn.sublayer import Residual
 from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.registry import SelfTest
+
+CoinPeriod = Literal["update", "micro_batch"]
 
 
 class CrossAttentionDropConfig(LayerConfig):
@@ -61,6 +68,11 @@ class CrossAttentionDropConfig(LayerConfig):
         ge=0.0,
         le=1.0,
         description="probability of dropping (p_l) in the layers above; 1 in the paper's text",
+    )
+    coins: CoinPeriod = Field(
+        default="update",
+        description="random choices for each update, or for each micro-batch; a run with the latter depends on the "
+        "number of ranks and on batch.micro_tokens",
     )
 
     def rate(self, number: int) -> float:
@@ -115,6 +127,7 @@ class CrossAttentionDropLayer(DecoderLayer):
     Args:
         number: number of the layer, an argument of its random choices.
         rate: p_l, above 0 and below 1.
+        coins_per: period of its random choices.
     """
 
     def __init__(
@@ -128,12 +141,18 @@ class CrossAttentionDropLayer(DecoderLayer):
         *,
         number: int,
         rate: float,
+        coins_per: CoinPeriod,
     ) -> None:
         super().__init__(
             self_attention, self_residual, cross_attention, cross_residual, feed_forward, feed_forward_residual
         )
         self.number = number
         self.rate = rate
+        self.coins_per = coins_per
+
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the source for all applications, unless all passes skip them."""
+        return None if self.training and not self._kept(context) else super().project_source(context)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply cross-attention to the rows of the passes that do not skip it.
@@ -142,10 +161,9 @@ class CrossAttentionDropLayer(DecoderLayer):
         """
         if not self.training:
             return super().cross(x_BTD, context, cache)
-        assert context.draw is not None, "cross-attention drop needs the update's number in training"
-        coins = context.draw.uniform(Purpose.CROSS_ATTENTION_DROP, self.number)
-        kept = [index for index, coin in enumerate(coins) if coin >= self.rate]
-        if len(kept) == len(coins):
+        assert context.draw is not None
+        kept, count = self._kept(context), len(context.draw.passes)
+        if len(kept) == count:
             return super().cross(x_BTD, context, None)
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
@@ -154,12 +172,20 @@ class CrossAttentionDropLayer(DecoderLayer):
             # The same holds for the encoder, if all layers drop in one update.
             assert context.memory_BSD is not None
             return ops.touch(x_BTD, context.memory_BSD)
-        crossed = super().cross(select_blocks(x_BTD, len(coins), kept), context.of_passes(kept), None)
-        rows = x_BTD.shape[0] // len(coins)
+        crossed = super().cross(select_blocks(x_BTD, count, kept), context.of_passes(kept), None)
+        rows = x_BTD.shape[0] // count
         blocks, done = list(torch.split(x_BTD, rows)), torch.split(crossed, rows)
         for index, block in zip(kept, done, strict=True):
             blocks[index] = block
         return torch.cat(blocks)
+
+    def _kept(self, context: Context) -> list[int]:
+        """Return the indices of the passes that do not skip cross-attention."""
+        draw = context.draw
+        assert draw is not None, "cross-attention drop needs the update's number in training"
+        key = (self.number,) if self.coins_per == "update" else (self.number, draw.micro_batch)
+        coins = draw.uniform(Purpose.CROSS_ATTENTION_DROP, *key)
+        return [index for index, coin in enumerate(coins) if coin >= self.rate]
 
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:
@@ -177,6 +203,7 @@ def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, pa
             feed_forward_residual=parts.residual(),
             number=number,
             rate=rate,
+            coins_per=config.coins,
         )
     return DecoderLayer(
         self_attention=parts.attention(),

@@ -213,7 +213,7 @@ class DepthGrowing(TranslationModel):
 
     @override
     def begin(self) -> DecoderCache:
-        return DecoderCache(self.bottom.decoder.applications + self.top_decoder.applications)
+        return DecoderCache(self.bottom.decoder.order.indices, self.top_decoder.order.indices)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -42,6 +42,10 @@ class LabelSmoothed:
         self.smoothing = smoothing
         self.pad = pad
 
+    def corrupted(self, batch: Batch, training: bool) -> Batch:
+        """Return the batch unchanged."""
+        return batch
+
     def request_passes(self, passes: Passes) -> None:
         """Request no exit but the top."""
 

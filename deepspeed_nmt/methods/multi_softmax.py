@@ -18,9 +18,16 @@ exits is computed chunk by chunk, which bounds the memory of the logits.
 Extensions of the paper:
 
 - ``exits=AxB`` draws A encoder exits and B decoder exits for each update, as a function of (seed, update), to reduce
-  the cost. Full depth is always among them. The loss is the mean over the drawn exits, in which full depth counts
-  more than in the mean over all exits.
-- ``weights`` makes the mean a weighted one.
+  the cost. Full depth is always among them. Each drawn exit e is weighted by the inverse of its inclusion probability
+  pi_e (Horvitz, Thompson: "A Generalization of Sampling Without Replacement from a Finite Universe", 1952),
+
+      loss = sum_{e drawn} (w_e / pi_e) CE_e / sum_{e with pi_e > 0} w_e,
+
+  so that its expectation, and that of its gradient, is the (weighted) mean over all exits that can be drawn: all of
+  them if A, B > 1. On a side with N stages, pi is 1 for the last and (A - 1)/(N - 1) for the others.
+- ``inverse_probability=false`` takes the mean over the drawn exits, in which full depth counts more: at 2x2 of 6x6 a
+  quarter instead of 1/36.
+- ``weights`` (w_e) makes the mean a weighted one.
 - In recurrent stacks an exit is a number of loops.
 
 Legend: N rows of the projection, E exits, T target length, D model width.
@@ -28,6 +35,8 @@ Legend: N rows of the projection, E exits, T target length, D model width.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -46,7 +55,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
 from deepspeed_nmt.methods.transformer import SMALL
-from deepspeed_nmt.registry import SelfTest
+from deepspeed_nmt.registry import SelfTest, older
 
 _EXITS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
@@ -59,6 +68,12 @@ class MultiSoftmaxConfig(LikelihoodConfig):
     )
     exits: str = Field(default="all", description="all, or AxB: A encoder and B decoder exits drawn for each update")
     weights: dict[str, float] = Field(default={}, description="weights of exits n-m, 1 by default: {6-6: 2.0}")
+    inverse_probability: bool = Field(
+        default=True,
+        json_schema_extra=older(False),
+        description="true: divide the weight of a drawn exit by the probability of drawing it, so that the expected "
+        "loss is that of exits=all; false: do not",
+    )
 
     @field_validator("exits", mode="before")
     @classmethod
@@ -84,11 +99,34 @@ class MultiSoftmaxConfig(LikelihoodConfig):
         found = _EXITS.fullmatch(self.exits)
         return None if found is None else (int(found[1]), int(found[2]))
 
+    def weight(self, encoder: int, decoder: int) -> float:
+        """Return the weight of an exit (w_e)."""
+        return self.weights.get(exit_name(encoder, decoder), 1.0)
+
+    def probability(self, encoder: int, decoder: int, stages: tuple[int, int]) -> float:
+        """Return the probability that an update includes an exit (pi_e)."""
+        sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
+        return math.prod(1.0 if stage == top else (count - 1) / (top - 1) for stage, top, count in sides)
+
     def trains_exit(self, encoder: int, decoder: int, stages: tuple[int, int]) -> bool:
         """Return True if the exit can be drawn and its weight is above 0."""
-        sides = zip((encoder, decoder), stages, self.drawn or stages, strict=True)
-        drawn = all(stage == top or count > 1 for stage, top, count in sides)
-        return drawn and self.weights.get(exit_name(encoder, decoder), 1.0) > 0.0
+        return self.probability(encoder, decoder, stages) > 0.0 and self.weight(encoder, decoder) > 0.0
+
+    def shares(self, exits: Sequence[tuple[int, int]], stages: tuple[int, int]) -> Tensor:
+        """Return the factors of the losses of the exits of an update.
+
+        Args:
+            exits: the drawn exits, by stage of encoder and decoder.
+            stages: numbers of stages of both sides.
+
+        Shape: -> (E,), fp32
+        """
+        if not self.inverse_probability:
+            weight_E = torch.tensor([self.weight(n, m) for n, m in exits])
+            return weight_E / weight_E.sum().clamp(min=1e-30)
+        every = itertools.product(range(1, stages[0] + 1), range(1, stages[1] + 1))
+        total = sum(self.weight(n, m) for n, m in every if self.probability(n, m, stages) > 0.0)
+        return torch.tensor([self.weight(n, m) / self.probability(n, m, stages) / total for n, m in exits])
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse exits that the model lacks, weights that leave nothing to train, and layers that cannot be exits."""
@@ -142,7 +180,7 @@ SELF_TEST = SelfTest(
 
 
 class MultiSoftmax:
-    """Label-smoothed cross-entropy, averaged over exits.
+    """Label-smoothed cross-entropy, averaged over exits, or an estimate of this average from drawn exits.
 
     Args:
         config: settings.
@@ -152,6 +190,10 @@ class MultiSoftmax:
     def __init__(self, config: MultiSoftmaxConfig, pad: int) -> None:
         self.config = config
         self.pad = pad
+
+    def corrupted(self, batch: Batch, training: bool) -> Batch:
+        """Return the batch unchanged."""
+        return batch
 
     def request_passes(self, passes: Passes) -> None:
         """Request the exits of the update."""
@@ -165,15 +207,16 @@ class MultiSoftmax:
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
     ) -> LossOutput:
-        """Compute the weighted mean of the losses of all exits; see :class:`Likelihood`.
+        """Compute the weighted sum of the losses of the drawn exits; see :class:`Likelihood`.
 
-        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the unweighted mean over exits.
+        The reported NLL is that of the top exit. The metric "mean_exit_nll" is the plain mean over the drawn exits.
         """
         names = [name for name in passes[0] if name != TOP]
         # Validation uses the top exit only, with weight 1 even if its weight in training is 0.
-        weights = [1.0] if len(names) == 1 else [self.config.weights.get(name, 1.0) for name in names]
-        share_E = torch.tensor(weights)
-        share_E = share_E / share_E.sum().clamp(min=1e-30)
+        share_E = torch.ones(1)
+        if len(names) > 1:
+            stages = [name.split("-") for name in names]
+            share_E = self.config.shares([(int(n), int(m)) for n, m in stages], model.stages)
         targets_N = batch.target_output_BT.flatten()
         consume = partial(
             projected_cross_entropy,

@@ -11,7 +11,7 @@ with its own residual connection and LayerNorm, but with causal self-attention:
 
 A decoder layer computes, from the state H,
 
-    parallel      A = S(H) + C(H),  H' = F_c(A) + F(A)      (eq. 7-10)
+    parallel      A = g_1 (S(H) + C(H)),  H' = g_2 (F_c(A) + F(A))      (eq. 7-10, where g_1 = g_2 = 1)
     serial        H' = F_2(C(F_1(S(H))))
     transformer   H' = F(C(S(H)))
     coordinator   H' = F(S(H));  above all of these, ``coordinator_layers`` layers H' = F_c(C(H))
@@ -24,6 +24,16 @@ and is initialised as follows:
 - ``transformer``: S and F from BERT layer n; C is random.
 - ``coordinator``: S and F from BERT layer n; the layers above are random. The external coordinator is the paper's
   baseline after Duan and Zhao (2023).
+
+**Fusion scale.** Each of S, C, F and F_c ends in a LayerNorm, so its result has the scale of BERT's states, and a sum
+of two has more. Since F_c starts as F, H' starts as 2 g_2 F(A). With g_2 = 1 the states have twice the RMS of BERT's,
+and the logits of self-attention are 4 times BERT's from layer 2 up. ``fusion_scale`` sets both factors:
+
+- ``1``: the paper's equations, the default.
+- ``0.5``: both sums are means, so H' starts as F(A), which has BERT's scale.
+- ``learned``: g_1 and g_2 are trained, two numbers for each layer that start at 0.5. The pretrained layers then work
+  as before from the first update on; starting at 1, the factors would need thousands of updates to reach 0.5, since
+  Adam moves each by at most about the learning rate per update.
 
 BERT's language-model head follows the top layer. ``freeze`` excludes parts from training: the encoding sub-layers (S
 and F, or S and F_1), the embeddings of both sides with the output matrix tied to them, or the encoder. All rows of
@@ -38,14 +48,16 @@ Legend: B sentences, T target length, D model width, R rows = B x beam.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+import torch
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary
+from deepspeed_nmt.core.parts import MAX_LAYERS, DataVocabulary, ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.methods.bert import parts
 from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
 from deepspeed_nmt.methods.bert.weights import Loader
@@ -68,6 +80,20 @@ from deepspeed_nmt.registry import SelfTest
 
 Decoder = Literal["parallel", "serial", "transformer", "coordinator"]
 Part = Literal["encoding", "embeddings", "encoder"]
+_FIRST_LEARNED_SCALE = 0.5
+
+
+def _fusion_scale(value: object) -> object:
+    """Check a fusion scale."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 < value <= 1.0
+    if value != "learned" and not number:
+        raise ValueError(
+            f"must be a number above 0 and at most 1, or learned, but is {shown(value)}; 1 is the paper's"
+        )
+    return value
+
+
+FusionScale = Annotated[float | Literal["learned"], BeforeValidator(_fusion_scale)]
 
 
 class BertDecoderConfig(BertPair):
@@ -75,6 +101,10 @@ class BertDecoderConfig(BertPair):
 
     name: Literal["bert"] = "bert"
     decoder: Decoder = Field(default="parallel", description="decoder layer that the target's BERT is made into")
+    fusion_scale: FusionScale = Field(
+        default=1.0,
+        description="factor of the sums of decoder=parallel, above 0 and at most 1; learned: two for each layer",
+    )
     pretrained: bool = Field(default=True, description="start from the BERTs' weights, not only their shapes")
     freeze: tuple[Part, ...] = Field(default=("embeddings",), description="parts excluded from training")
     tie_output: bool = Field(default=True, description="tie the output matrix to the target's embeddings")
@@ -89,6 +119,11 @@ class BertDecoderConfig(BertPair):
                 f"decoder=serial makes each layer from two BERT layers, but the target has {self.target.layers}; "
                 "use a BERT with an even number of layers, or another decoder"
             )
+        if self.decoder != "parallel" and self.fusion_scale != 1.0:
+            raise ValueError(
+                f"fusion_scale must be 1 unless decoder is parallel, but is {self.fusion_scale} and decoder is "
+                f"{self.decoder}; omit fusion_scale"
+            )
         if self.freeze and not self.pretrained:
             raise ValueError(f"freeze must be [] if pretrained is false, but is {list(self.freeze)}; set freeze=[]")
         return self
@@ -97,6 +132,17 @@ class BertDecoderConfig(BertPair):
         """Refuse data that does not fit pretrained weights; random weights fit any data."""
         if self.pretrained:
             super().check_data(tokenizer)
+
+    def check_weights_of(self, other: ModelConfig, where: str) -> None:
+        """Refuse weights with learned fusion scales for a model without, and the reverse."""
+        super().check_weights_of(other, where)
+        if isinstance(other, BertDecoderConfig) and self.decoder == other.decoder:
+            here, there = self.fusion_scale, other.fusion_scale
+            if (here == "learned") != (there == "learned"):
+                raise ConfigError(
+                    f"model.fusion_scale must be learned if and only if it is in {where}, but is {there} there and "
+                    f"{here} here; set model.fusion_scale={there}"
+                )
 
 
 SELF_TEST = SelfTest(
@@ -107,11 +153,12 @@ SELF_TEST = SelfTest(
             "source": SMALL_BERT,
             "target": SMALL_BERT,
             "attention_dropout": 0.0,
+            "fusion_scale": "learned",
             "freeze": ["encoding", "embeddings"],
         }
     },
 )
-"""The parallel decoder with frozen embeddings and encoding sub-layers."""
+"""The parallel decoder with learned fusion scales, and with frozen embeddings and encoding sub-layers."""
 
 
 class Encoding(CrossAttending):
@@ -146,7 +193,25 @@ class Encoding(CrossAttending):
 
 
 class ParallelLayer(Encoding):
-    """Decoder layer A = S(H) + C(H), H' = F_c(A) + F(A)."""
+    """Decoder layer A = g_1 (S(H) + C(H)), H' = g_2 (F_c(A) + F(A)).
+
+    Args:
+        shape: shape of the target's BERT.
+        pair: settings of dropout.
+        scale: g_1 and g_2, or "learned".
+
+    Attributes:
+        fusion_scale: learned g_1 and g_2, (2,); None if they are fixed.
+    """
+
+    def __init__(self, shape: BertShape, pair: BertPair, scale: float | Literal["learned"] = 1.0) -> None:
+        super().__init__(shape, pair)
+        self.fusion_scale: nn.Parameter | None = None
+        self._fixed_scale = 1.0
+        if isinstance(scale, str):
+            self.fusion_scale = nn.Parameter(torch.full((2,), _FIRST_LEARNED_SCALE))
+        else:
+            self._fixed_scale = scale
 
     def forward(self, x_BTD: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         """Apply the layer.
@@ -154,10 +219,15 @@ class ParallelLayer(Encoding):
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
         crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        sum_BTD = self.attend(x_BTD, cache) + crossed
-        return feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD) + feed_forward_sublayer(
-            self.feed_forward, self.feed_forward_residual, sum_BTD
-        )
+        sum_BTD = self._scaled(self.attend(x_BTD, cache) + crossed, 0)
+        fused = feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD)
+        return self._scaled(fused + feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, sum_BTD), 1)
+
+    def _scaled(self, sum_BTD: Tensor, number: int) -> Tensor:
+        """Multiply sum ``number``, 0 or 1, by its factor. Shape: (B,T,D) -> (B,T,D)."""
+        if self.fusion_scale is not None:
+            return sum_BTD * self.fusion_scale[number].to(sum_BTD.dtype)
+        return sum_BTD if self._fixed_scale == 1.0 else sum_BTD * self._fixed_scale
 
 
 class SerialLayer(Encoding):
@@ -283,7 +353,7 @@ def _decoder_layers(config: BertDecoderConfig) -> list[nn.Module]:
         )
 
     made: dict[Decoder, Callable[[], list[nn.Module]]] = {
-        "parallel": lambda: [ParallelLayer(shape, config) for _ in range(shape.layers)],
+        "parallel": lambda: [ParallelLayer(shape, config, config.fusion_scale) for _ in range(shape.layers)],
         "serial": lambda: [SerialLayer(shape, config) for _ in range(shape.layers // 2)],
         "transformer": lambda: [plain(crossing=True) for _ in range(shape.layers)],
         "coordinator": lambda: [

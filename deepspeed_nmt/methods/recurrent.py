@@ -14,8 +14,9 @@ of application t is
 T times in all. The last layer of a loop is not repeated at the start of the next one, where x is added to the state.
 With N = 4 and T = 2 there are seven applications.
 
-Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once, but in decoding each application
-has a cache of its own. An exit is a number of loops.
+Encoder and decoder have a T each; T = 1 is an ordinary stack. Parameters exist once. In decoding each application has
+a cache of its own for the target; the source's keys and values are equal in all applications of a layer, and are
+projected and kept once. An exit is a number of loops. DeepNorm's constants count applications.
 
 Deviations: equation 9 prints dS6/dW2 as a product, where the chain yields a sum. The paper's conclusion and Table 3
 name parts of another method ("RTAL", binary trees), which are not implemented.
@@ -23,15 +24,17 @@ name parts of another method ("RTAL", binary trees), which are not implemented.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed_nmt.core.parts import MAX_LAYERS, Stages
+from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.methods.transformer import Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.layers import MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerOrder
+from deepspeed_nmt.registry import older
 
 Sharing = Literal["stacked", "closed_chain"]
 
@@ -51,6 +54,12 @@ class RecurrentConfig(TransformerShape):
         default=2, ge=1, le=MAX_LAYERS, description="loops over the layers of the decoder (T); 1: no recurrence"
     )
 
+    deepnorm_depth: Literal["applications", "layers"] = Field(
+        default="applications",
+        json_schema_extra=older("layers"),
+        description="depth in the constants of norm=deepnorm; layers: repetitions are not counted, as in older runs",
+    )
+
     @model_validator(mode="after")
     def _check_loops(self) -> RecurrentConfig:
         for side, layers, loops in (
@@ -68,6 +77,25 @@ class RecurrentConfig(TransformerShape):
                     f"{side}_loops is {loops}; use more layers, or sharing=stacked"
                 )
         return self
+
+    def deepnorm_depths(self) -> tuple[int, int]:
+        """Return the numbers of layer applications, each of which adds to the state, of encoder and decoder."""
+        if self.deepnorm_depth == "layers":
+            return super().deepnorm_depths()
+        encoder, decoder = self.layer_orders()
+        return len(encoder.indices), len(decoder.indices)
+
+    def layer_orders(self) -> tuple[LayerOrder, LayerOrder]:
+        """Return the orders in which encoder and decoder apply their layers."""
+        return (
+            layer_order(self.sharing, self.encoder_layers, self.encoder_loops),
+            layer_order(self.sharing, self.decoder_layers, self.decoder_loops),
+        )
+
+    def differences(self, other: ModelConfig, keys: Iterable[str]) -> list[str]:
+        """Return one phrase for each differing setting; ``deepnorm_depth`` has no effect on other normalisation."""
+        ineffective = set() if self.norm == "deepnorm" else {"deepnorm_depth"}
+        return super().differences(other, set(keys) - ineffective)
 
     def exit_stages(self) -> tuple[Stages, Stages] | None:
         """Return the loops of encoder and decoder as stages."""
@@ -102,8 +130,4 @@ def build_recurrent(
     config: RecurrentConfig, vocabulary: Vocabulary, make_layer: MakeDecoderLayer = make_decoder_layer
 ) -> Transformer:
     """Build a freshly initialised recurrent Transformer."""
-    orders = (
-        layer_order(config.sharing, config.encoder_layers, config.encoder_loops),
-        layer_order(config.sharing, config.decoder_layers, config.decoder_loops),
-    )
-    return build_transformer(config, vocabulary, make_layer, orders)
+    return build_transformer(config, vocabulary, make_layer, config.layer_orders())

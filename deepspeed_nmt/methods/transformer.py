@@ -92,6 +92,10 @@ class TransformerShape(ModelConfig):
             )
         return self
 
+    def deepnorm_depths(self) -> tuple[int, int]:
+        """Return the depths of encoder and decoder (N and M) for DeepNorm's constants."""
+        return self.encoder_layers, self.decoder_layers
+
     def custom_layers(self) -> tuple[str, int] | None:
         """Return the setting and number of the decoder layers, all of which are built by ``layer``."""
         return "model.decoder_layers", self.decoder_layers
@@ -226,7 +230,7 @@ class Transformer(TranslationModel):
 
     @override
     def begin(self) -> DecoderCache:
-        return DecoderCache(self.decoder.applications)
+        return DecoderCache(self.decoder.order.indices)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
@@ -330,7 +334,7 @@ def _deepnorm(config: TransformerShape, side: Literal["encoder", "decoder"]) -> 
     """
     if config.norm != "deepnorm":
         return 1.0, 1.0
-    n, m = config.encoder_layers, config.decoder_layers
+    n, m = config.deepnorm_depths()
     if side == "encoder":
         return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
     return (3 * m) ** 0.25, (12 * m) ** -0.25

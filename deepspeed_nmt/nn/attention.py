@@ -41,10 +41,14 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         """Project the states to attend to. Shape: (B,S,D) -> two of (B,H,S,K)."""
         return KeysValues(self._split(self.k_proj(memory_BSD)), self._split(self.v_proj(memory_BSD)))
 
+    def project(self, memory_BSD: Tensor) -> KeysValues:
+        """Project states for several calls of :meth:`forward`. Shape: (B,S,D) -> two of (B,H,S,K)."""
+        return self.keys_values(memory_BSD)
+
     def forward(
         self,
         query_BTD: Tensor,
-        memory_BSD: Tensor,
+        memory: Tensor | KeysValues,
         mask: Tensor | None = None,
         causal: bool = False,
         then: Epilogue | None = None,
@@ -53,19 +57,20 @@ class MultiHeadAttention(nn.Module, UsesKernels):
 
         Args:
             query_BTD: states that attend.
-            memory_BSD: states to attend to.
+            memory: states to attend to, (B,S,D), or what :meth:`project` returned for them.
             mask: bool (B,1,1,S), True for keys that are not padding; None when none is.
             causal: position t sees positions 0..t only.
             then: epilogue of the output projection.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D)
         """
-        out: Tensor = self.out_proj(self.heads(query_BTD, memory_BSD, mask, causal), then)
+        out: Tensor = self.out_proj(self.heads(query_BTD, memory, mask, causal), then)
         return out
 
-    def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
         """Compute the outputs of all heads, concatenated. Shape: (B,T,D), (B,S,D) -> (B,T,D)."""
-        return self._attend(query_BTD, self.keys_values(memory_BSD), mask, causal)
+        projected = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
+        return self._attend(query_BTD, projected, mask, causal)
 
     def step_self(self, query_R1D: Tensor, cache: LayerCache, then: Epilogue | None = None) -> Tensor:
         """Attend to all positions of each hypothesis so far, and cache the new one.

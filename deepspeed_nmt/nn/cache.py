@@ -11,6 +11,7 @@ target positions of a sentence (those of all its hypotheses).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,20 +68,37 @@ class Ancestry:
         return self._mask_RP.view(self.sentences, 1, -1, self.positions)
 
 
+class SourceCache:
+    """The source's part of a layer's cache; all applications of the layer share it.
+
+    Attributes:
+        projected: keys and values of the source, one row per sentence for any beam; None before the first step, or in
+            a layer without cross-attention.
+    """
+
+    def __init__(self) -> None:
+        self.projected: KeysValues | None = None
+
+    def select(self, sentences_B: Tensor) -> None:
+        """Keep the sentences ``sentences_B``."""
+        if self.projected is not None:
+            self.projected = self.projected.select(sentences_B)
+
+
 class LayerCache:
     """The cache of one layer *application*: a layer that is applied twice has two.
 
     Args:
         ancestry: of the decoder, shared by its layers.
+        source: of the layer, shared by its applications.
 
     Attributes:
-        cross: keys and values of the source, one row per sentence for any beam; None before the first step, or in a
-            layer without cross-attention.
+        source: keys and values of the source.
         length: target positions of a hypothesis so far.
     """
 
-    def __init__(self, ancestry: Ancestry) -> None:
-        self.cross: KeysValues | None = None
+    def __init__(self, ancestry: Ancestry, source: SourceCache) -> None:
+        self.source = source
         self.length = 0
         self._ancestry = ancestry
         self._positions = 0
@@ -112,11 +130,9 @@ class LayerCache:
         return KeysValues(keys, values), self._ancestry.mask()
 
     def select(self, sentences_B: Tensor) -> None:
-        """Keep the sentences ``sentences_B``."""
+        """Keep the sentences ``sentences_B`` of the target's part."""
         if self._buffer is not None:
             self._buffer = self._buffer.select(sentences_B)
-        if self.cross is not None:
-            self.cross = self.cross.select(sentences_B)
 
     def _grow(self, like: Tensor, end: int) -> None:
         capacity = end + max(_BLOCK, end // 2)
@@ -132,11 +148,19 @@ class DecoderCache:
     """The cache of a whole decoder: one :class:`LayerCache` per layer application.
 
     The first step takes one row per sentence; :meth:`select` widens them to several.
+
+    Args:
+        stacks: for each stack of the decoder, the indices of its layers in order of application.
     """
 
-    def __init__(self, applications: int) -> None:
+    def __init__(self, *stacks: Sequence[int]) -> None:
         self._ancestry = Ancestry()
-        self.layers = [LayerCache(self._ancestry) for _ in range(applications)]
+        self._sources: list[SourceCache] = []
+        self.layers: list[LayerCache] = []
+        for indices in stacks:
+            of_layer = {index: SourceCache() for index in indices}
+            self._sources += of_layer.values()
+            self.layers += [LayerCache(self._ancestry, of_layer[index]) for index in indices]
 
     @property
     def length(self) -> int:
@@ -158,3 +182,5 @@ class DecoderCache:
         if sentences_B is not None:
             for layer in self.layers:
                 layer.select(sentences_B)
+            for source in self._sources:
+                source.select(sentences_B)

@@ -6,14 +6,14 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.sublayer import Residual
 
@@ -26,15 +26,17 @@ class Draw:
         seed: of the run.
         update: number of the update.
         passes: numbers of the passes over the same sentences whose rows, in equal blocks, make up the batch.
+        micro_batch: number of the micro-batch within the update on its rank, from 0.
     """
 
     seed: int
     update: int
     passes: tuple[int, ...] = (0,)
+    micro_batch: int = 0
 
-    def uniform(self, purpose: randomness.Purpose, layer: int) -> list[float]:
-        """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, layer)."""
-        return [randomness.uniform(self.seed, purpose, self.update, number, layer) for number in self.passes]
+    def uniform(self, purpose: randomness.Purpose, *key: int) -> list[float]:
+        """Draw a number in [0, 1) for each pass, a function of (seed, purpose, update, pass, *key)."""
+        return [randomness.uniform(self.seed, purpose, self.update, number, *key) for number in self.passes]
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ class Context:
         draw: determines random choices; in training, layers that make such need it.
         target_mask: bool (B,1,1,T), True for target positions that are not padding, for decoders whose self-attention
             is not causal; None when no position is.
+        source: keys and values that a layer projects ``memory_BSD`` to, for all its applications; None if each
+            application projects them.
     """
 
     mask: Tensor | None = None
     memory_BSD: Tensor | None = None
     draw: Draw | None = None
     target_mask: Tensor | None = None
+    source: KeysValues | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
         """Return the context of the rows of some of the passes, given by their indices."""
@@ -62,7 +67,10 @@ class Context:
         return Context(
             mask=None if self.mask is None else select_blocks(self.mask, count, kept),
             memory_BSD=select_blocks(self.memory_BSD, count, kept),
-            draw=Draw(self.draw.seed, self.draw.update, tuple(self.draw.passes[index] for index in kept)),
+            draw=replace(self.draw, passes=tuple(self.draw.passes[index] for index in kept)),
+            source=None
+            if self.source is None
+            else KeysValues(*(select_blocks(x, count, kept) for x in (self.source.keys, self.source.values))),
         )
 
 
@@ -111,11 +119,12 @@ def cross_attention_sublayer(
     assert context.memory_BSD is not None
     h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD if onto_BTD is None else onto_BTD)
     if cache is None:
-        out: Tensor = attention(h, context.memory_BSD, context.mask, then=then)
+        memory = context.memory_BSD if context.source is None else context.source
+        out: Tensor = attention(h, memory, context.mask, then=then)
         return out
-    if cache.cross is None:
-        cache.cross = attention.keys_values(context.memory_BSD)
-    return attention.step_cross(h, cache.cross, context.mask, then)
+    if cache.source.projected is None:
+        cache.source.projected = attention.keys_values(context.memory_BSD)
+    return attention.step_cross(h, cache.source.projected, context.mask, then)
 
 
 def feed_forward_sublayer(network: FeedForward, around: Residual, x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -164,6 +173,17 @@ class CrossAttending(nn.Module):
     cross_residual: Residual | None
     feed_forward_residual: Residual | None
 
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the source for all applications of the layer to whole sentences.
+
+        Called only if there are several.
+
+        Returns:
+            Keys and values for ``context.source``; None if each application projects the source, or none attends to
+            it.
+        """
+        return None
+
 
 class DecoderLayer(CrossAttending):
     """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
@@ -196,6 +216,11 @@ class DecoderLayer(CrossAttending):
         x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
         x_BTD = self.cross(x_BTD, context, cache)
         return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
+
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the source for all applications, if there is cross-attention."""
+        assert context.memory_BSD is not None
+        return None if self.cross_attention is None else self.cross_attention.project(context.memory_BSD)
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply cross-attention within its residual connection, if there is any. Shape: (B,T,D) -> (B,T,D)."""

@@ -5,15 +5,16 @@ Legend: B batch, T length, D model width.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context
+from deepspeed_nmt.nn.layers import Context, CrossAttending
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,33 @@ class LayerStack(nn.Module):
         Shape: (B,T,D) -> one (B,T,D) per exit
         """
         wanted = [self.order.stages[exit - 1] for exit in (exits or (self.stages,))]
+        indices = self.order.indices[: max(wanted)]
         input_BTD = x_BTD
         states: dict[int, Tensor] = {}
         keeps_graph = self.training and torch.is_grad_enabled() and caches is None
-        for number, index in enumerate(self.order.indices[: max(wanted)]):
+        # A cache keeps the source's keys and values itself.
+        contexts = self._contexts(context, indices) if caches is None else {}
+        for number, index in enumerate(indices):
             if number in self.order.inputs_at:
                 x_BTD = x_BTD + input_BTD
+            layer, shared = self.layers[index], contexts.get(index, context)
             if keeps_graph and self.recomputes(number):
-                x_BTD = checkpoint(self.layers[index], x_BTD, context, use_reentrant=False)
+                x_BTD = checkpoint(layer, x_BTD, shared, use_reentrant=False)
             else:
-                x_BTD = self.layers[index](x_BTD, context, None if caches is None else caches[number])
+                x_BTD = layer(x_BTD, shared, None if caches is None else caches[number])
             if number + 1 in wanted:
                 states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]
+
+    def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
+        """Return the contexts of the layers that are applied several times, by index.
+
+        They have the source's keys and values, which are equal in all applications. They are projected outside of
+        recomputation, because they outlive an application.
+        """
+        found = {}
+        for index, count in Counter(indices).items():
+            layer = self.layers[index]
+            if count > 1 and isinstance(layer, CrossAttending):
+                found[index] = replace(context, source=layer.project_source(context))
+        return found

@@ -35,6 +35,7 @@ from typing_extensions import override
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.nn.attention import MultiHeadAttention
+from deepspeed_nmt.nn.cache import KeysValues
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.linear import Epilogue, Linear
@@ -271,12 +272,16 @@ class _ParallelAttention(MultiHeadAttention):
     world: World
 
     @override
-    def heads(self, query_BTD: Tensor, memory_BSD: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        itself = query_BTD is memory_BSD
-        query_BTD = _copy(query_BTD, self.world)
-        memory_BSD = query_BTD if itself else _copy(memory_BSD, self.world)
+    def project(self, memory_BSD: Tensor) -> KeysValues:
+        return super().project(_copy(memory_BSD, self.world))
+
+    @override
+    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+        copied_BTD = _copy(query_BTD, self.world)
+        if isinstance(memory, Tensor):
+            memory = copied_BTD if memory is query_BTD else _copy(memory, self.world)
         with _rank_generator(self.training and self.dropout_p > 0.0, self.world):
-            return super().heads(query_BTD, memory_BSD, mask, causal)
+            return super().heads(copied_BTD, memory, mask, causal)
 
 
 class _ParallelFeedForward(FeedForward):

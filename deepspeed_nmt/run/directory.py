@@ -3,13 +3,13 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  tensorboard/  checkpoints/  logs/
+metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.config import RunConfig, load_config, validate
+from deepspeed_nmt.config import RunConfig, load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, remove_orphans
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
 from deepspeed_nmt.run.environment import environment
@@ -36,7 +37,9 @@ from deepspeed_nmt.run.manifest import (
     replace_files,
     verify_run,
 )
+from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.metrics import METRICS_FILE
 from deepspeed_nmt.train.store import CheckpointStore
@@ -46,9 +49,13 @@ LOGS = "logs"
 """Log of each rank, over all restarts."""
 ORIGIN_FILE = "origin.json"
 """File that records the run of a warm start."""
+SCORES_FILE = "test_scores.json"
+"""File with the scores of test sets that reports have measured."""
 
 _FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
 """Settings that cannot change once the run has a checkpoint."""
+_LEARNING = ("optimizer.", "schedule.")
+"""Settings whose change in a resumed run is logged, because a recipe may have changed them."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Run:
             raise ConfigError(f"{option} must be a directory made by `train`, but {path} {what}")
         check_utf8_name(path, option)
         files = verify_run(path)
-        return cls(path, load_config(file=path / CONFIG_FILE), open_tokenizer(path), files)
+        return cls(path, load_recorded(path / CONFIG_FILE), open_tokenizer(path), files)
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -101,6 +108,25 @@ class Run:
     def max_source_tokens(self) -> int:
         """Default bound of a source line, in tokens: 1024, or the longest training sentence if that is longer."""
         return max(MAX_SOURCE_TOKENS, DataRecord.read(self.path).longest_source)
+
+    @property
+    def text_form(self) -> TextForm:
+        """Form of the text that the run was trained on, which is that of its translations."""
+        return DataRecord.read(self.path).text or TextForm.unrecorded(self.tokenizer.segmented)
+
+    def scorer(self, references: Iterable[str]) -> Scorer:
+        """Return a scorer of the run's translations by the BLEUs that the form of its text allows.
+
+        Its first metric is sacreBLEU where that is possible, else tokenised BLEU.
+
+        Args:
+            references: one reference of each sentence, in the form of the text that the run was trained on.
+
+        Raises:
+            ConfigError: if sacremoses is required and not installed.
+        """
+        metrics, _ = ValidationConfig().chosen(self.text_form)
+        return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
 
     def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
@@ -157,6 +183,7 @@ def record_of(config: RunConfig, data: DataDirectory) -> RunRecord:
         data=str(data.path.resolve()),
         fingerprint=data.fingerprint,
         longest_source=data.longest_source,
+        text=data.text_form,
         vocabulary=data.vocabulary,
     )
 
@@ -174,8 +201,8 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
     """
     if (record := checkpoint.run) is None:
         return
-    now = _flat(config.model_dump(mode="json"))
-    before = _flat(validate(record.config).model_dump(mode="json"))
+    now = config.flat()
+    before = validate_recorded(record.config).flat()
     differences = [
         f"its {key} is {before.get(key, 'unset')} instead of {now.get(key, 'unset')}" for key in _changed(before, now)
     ]
@@ -214,7 +241,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         _check_own(path)
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, MANIFEST_FILE):
+        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
@@ -248,8 +275,8 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
             f"{data.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
-    before = _flat(load_config(file=path / CONFIG_FILE).model_dump(mode="json"))
-    now = _flat(config.model_dump(mode="json"))
+    before = load_recorded(path / CONFIG_FILE).flat()
+    now = config.flat()
     problems = [
         f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
         "start a new run instead"
@@ -257,6 +284,9 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+    if learning := [key for key in sorted(now) if key.startswith(_LEARNING) and before.get(key) != now[key]]:
+        changes = [f"{key} was {before.get(key, 'unset')} and is {now[key]}" for key in learning]
+        logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
     store = CheckpointStore(path / CHECKPOINTS)
     newest = None
     with suppress(CheckpointError):  # a damaged one is skipped later
@@ -288,14 +318,3 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
     """Return the fixed settings that differ."""
     keys = sorted(before.keys() | now.keys())
     return [key for key in keys if f"{key}.".startswith(_FIXED) and before.get(key) != now.get(key)]
-
-
-def _flat(content: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings as section.key: value."""
-    flat: dict[str, object] = {}
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

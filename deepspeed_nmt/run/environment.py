@@ -21,7 +21,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_RESTART_C
 def environment() -> dict[str, Any]:
     """Return the environment of this process, as values for JSON."""
     packages = ["torch", "deepspeed", "numpy", "sentencepiece", "sacrebleu", "safetensors", "pydantic"]
-    packages += ["transformers", "tokenizers"]
+    packages += ["sacremoses", "transformers", "tokenizers"]
     versions = {name: _version(name) for name in packages}
     return {
         "deepspeed_nmt": __version__,

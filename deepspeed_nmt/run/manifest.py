@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from deepspeed_nmt.config import load_config, validate
+from deepspeed_nmt.config import load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory
 from deepspeed_nmt.errors import DataError, UserError
@@ -27,6 +27,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -40,16 +41,23 @@ class DataRecord(Config):
         path: data directory that the run was last trained on.
         fingerprint: fingerprint of the data.
         longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
+        text: form of its text; None in older runs.
     """
 
     path: str
     fingerprint: str
     longest_source: int = 0
+    text: TextForm | None = None
 
     @classmethod
     def of(cls, data: DataDirectory) -> DataRecord:
         """Return the record of a data directory."""
-        return cls(path=str(data.path.resolve()), fingerprint=data.fingerprint, longest_source=data.longest_source)
+        return cls(
+            path=str(data.path.resolve()),
+            fingerprint=data.fingerprint,
+            longest_source=data.longest_source,
+            text=data.text_form,
+        )
 
     @classmethod
     def read(cls, run: Path) -> DataRecord:
@@ -212,7 +220,7 @@ def _differences(path: Path, record: RunRecord | None) -> dict[str, str]:
     if record is not None and (path / CONFIG_FILE).is_file():
         with suppress(UserError):
             problems[CONFIG_FILE] = "differs from the settings in the newest checkpoint"
-            if load_config(file=path / CONFIG_FILE) == validate(record.config):
+            if load_recorded(path / CONFIG_FILE) == validate_recorded(record.config):
                 del problems[CONFIG_FILE]
     return problems
 
@@ -238,9 +246,14 @@ def _restored(
     for name, problem in sorted(problems.items()):
         source = "the newest checkpoint"
         if name == CONFIG_FILE and record is not None and not (path / name).exists():
-            restored[name] = validate(record.config).to_yaml().encode()
+            restored[name] = validate_recorded(record.config).to_yaml().encode()
         elif name == DATA_FILE and record is not None:
-            found = DataRecord(path=record.data, fingerprint=record.fingerprint, longest_source=record.longest_source)
+            found = DataRecord(
+                path=record.data,
+                fingerprint=record.fingerprint,
+                longest_source=record.longest_source,
+                text=record.text,
+            )
             restored[name] = found.content()
         elif (file := _in_data(path, record, name, files.get(name), data)) is not None:
             restored[name], source = file.read_bytes(), str(file.parent)

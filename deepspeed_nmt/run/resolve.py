@@ -20,6 +20,7 @@ from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
@@ -89,13 +90,15 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
     Raises:
-        ConfigError: if a setting cannot be respected on this machine.
+        ConfigError: if a setting cannot be respected on this machine, or a metric not with this text.
         DataError: if the data does not fit the model.
     """
     with fail_together(world):
         vocabulary = data.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         _check_data(config, vocabulary, data, resumed=resumed)
+        metrics, _ = config.validation.chosen(data.text_form)
+        Scorer(metrics, data.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
     # Some operations run in fp32, too: under autocast, and in validation.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
@@ -117,7 +120,10 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
         ConfigError: if settings differ, naming their sections.
         DataError: if the data differs.
     """
-    own: dict[str, Any] = {"settings": config.model_dump(mode="json"), "data": data.fingerprint}
+    own: dict[str, Any] = {
+        "settings": config.model_dump(mode="json"),
+        "data": [data.fingerprint, data.text_form.form],
+    }
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:

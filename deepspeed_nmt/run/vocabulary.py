@@ -1,8 +1,12 @@
-"""Verification of a run whose vocabulary is used by commands that need nothing else of it."""
+"""Vocabulary and form of the text of a run or data directory, for commands that need nothing else of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from deepspeed_nmt.data.directory import META_FILE, DataDirectory
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.text import TextForm
 
 
 def verify_vocabulary(path: Path) -> None:
@@ -18,3 +22,21 @@ def verify_vocabulary(path: Path) -> None:
         from deepspeed_nmt.run.manifest import verify_run  # takes seconds
 
         verify_run(path)
+
+
+def recorded_form(path: Path, tokenizer: Tokenizer) -> TextForm:
+    """Return the form of the text of a run or data directory.
+
+    Args:
+        path: run or data directory.
+        tokenizer: its tokenizer.
+
+    Raises:
+        DataError: if its record cannot be read.
+    """
+    if (path / META_FILE).exists():
+        return DataDirectory.open(path).text_form
+    from deepspeed_nmt.run.manifest import DATA_FILE, DataRecord  # takes seconds
+
+    text = DataRecord.read(path).text if (path / DATA_FILE).exists() else None
+    return text or TextForm.unrecorded(tokenizer.segmented)

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
@@ -32,7 +32,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.search.base import Hypothesis
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
 
 _BLOCK = 64
 """Logits in a block, of which only the largest is looked at first."""
@@ -51,21 +51,13 @@ class BeamSettings(SearchConfig):
     beam: int = Field(
         default=5, ge=1, le=10_000, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
     )
-    length_penalty: str = Field(
-        default="gnmt:0.6", description="gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"
-    )
+    length_penalty: PenaltyName = Field(default="gnmt:0.6", description=PENALTY_NAMES)
     max_length_ratio: float = Field(
         default=1.5, ge=0.0, le=100.0, description="longest translation: target tokens for each source token"
     )
     max_length_extra: int = Field(
         default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
     )
-
-    @field_validator("length_penalty")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        LengthPenalty.parse(value)
-        return value
 
 
 class BeamConfig(BeamSettings):

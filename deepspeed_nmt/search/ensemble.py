@@ -27,7 +27,7 @@ class _Memories(Memory):
 
 class _Caches(DecoderCache):
     def __init__(self, parts: Sequence[DecoderCache]) -> None:
-        super().__init__(0)
+        super().__init__()
         self.parts = parts
 
     def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:

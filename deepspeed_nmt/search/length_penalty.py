@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from deepspeed_nmt.errors import ConfigError, shown
 
@@ -58,3 +61,14 @@ class LengthPenalty:
     def __call__(self, length: int) -> float:
         """Compute the divisor for the log-probability of ``length`` tokens, the end-of-sentence token included."""
         return _FORMULAS[self.family](length, self.exponent)
+
+
+def _known(name: str) -> str:
+    LengthPenalty.parse(name)
+    return name
+
+
+PenaltyName = Annotated[str, AfterValidator(_known)]
+"""Type of settings that name a length penalty."""
+PENALTY_NAMES = "gnmt:A ((5 + length) / 6)^A, power:A length^A, mean, or none"
+"""Description of the values of such settings."""

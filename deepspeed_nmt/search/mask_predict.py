@@ -2,7 +2,8 @@
 
 Ghazvininejad et al., "Mask-Predict: Parallel Decoding of Conditional Masked Language Models" (2019). For each of the
 l most probable lengths N, start from N masks. In iteration t = 1..T guess the masked tokens, then mask the
-n = floor(N (T - t) / T) least probable ones. The candidate whose tokens have the highest mean log-probability wins.
+n = floor(N (T - t) / T) least probable ones. Candidates are compared by the sum of their tokens' log-probabilities,
+divided by a length penalty: by default N, which gives the mean.
 
 Legend: B sentences, S source length, T target length, L lengths tried, R rows = B x L, N tokens guessed at once.
 """
@@ -21,6 +22,7 @@ from deepspeed_nmt.core.parts import Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
 
 
 class MaskPredictConfig(SearchConfig):
@@ -31,6 +33,7 @@ class MaskPredictConfig(SearchConfig):
     name: Literal["mask_predict"] = "mask_predict"
     iterations: int = Field(default=10, ge=1, le=1000, description="rounds of prediction (T)")
     length_beam: int = Field(default=5, ge=1, le=1000, description="lengths tried for each sentence (l)")
+    length_penalty: PenaltyName = Field(default="mean", description=PENALTY_NAMES)
 
     def contradictions(self, parts: Parts) -> Iterator[str]:
         """Refuse models that predict from left to right."""
@@ -89,14 +92,14 @@ class MaskPredict:
         self.model: MaskedModel = model
         self.mask: int = model.mask
         self.vocabulary = vocabulary
+        self.penalty = LengthPenalty.parse(config.length_penalty)
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
         """Translate a batch of sentences; see :meth:`Search.search`.
 
         Returns:
-            For each sentence a candidate of each length tried, best first; their ``score`` is the mean
-            log-probability of a token.
+            For each sentence a candidate of each length tried, best first.
         """
         if source_BS.shape[0] == 0:
             return []
@@ -111,7 +114,9 @@ class MaskPredict:
         tokens = tokens_RT.view(-1, tried, tokens_RT.shape[1]).tolist()
         for row, each in enumerate(lengths):
             hypotheses = [
-                Hypothesis(tokens[row][place][1 : count + 1], sums[row][place] / count, sums[row][place])
+                Hypothesis(
+                    tokens[row][place][1 : count + 1], sums[row][place] / self.penalty(count), sums[row][place]
+                )
                 for place, count in enumerate(each)
             ]
             found.append(sorted(hypotheses, key=lambda hypothesis: -hypothesis.score))

@@ -14,6 +14,7 @@ checkpoint and replaces the manifest by one that names it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config, problem_of
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -54,6 +56,7 @@ class RunRecord(Config):
         data: path of the data directory.
         fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
+        text: form of the data's text; None in older checkpoints.
         vocabulary: files of the vocabulary.
     """
 
@@ -61,6 +64,7 @@ class RunRecord(Config):
     data: str
     fingerprint: str
     longest_source: int = 0
+    text: TextForm | None = None
     vocabulary: dict[PlainName, FileRecord]
 
 
@@ -186,6 +190,12 @@ class Checkpoint:
         manifest = self._manifest.model_copy(update={"state": name, "files": {**files, name: record}})
         manifest.write(self.path)
         self._manifest, self.progress = manifest, progress
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 (hexadecimal) of the records of its weights: equal digests have equal weights."""
+        records = [f"{name} {self._manifest.files[name].sha256}\n" for name in sorted(self._manifest.weights)]
+        return hashlib.sha256("".join(records).encode()).hexdigest()
 
     @property
     def resumable(self) -> bool:

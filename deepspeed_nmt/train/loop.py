@@ -16,7 +16,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.optimizer import learning_rate
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import Session, TrainingConfig
+from deepspeed_nmt.train.session import Session
 from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.stability import SpikeWatch, report_skip, roll_back, worth_explaining
 from deepspeed_nmt.train.throughput import Window
@@ -49,7 +49,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
     validating = saving = False
     updates = Prefetcher(session.loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
     try:
-        while not _finished(config, progress):
+        while not config.ends_at(progress):
             waiting = time.monotonic()
             watchdog.at(f"update {progress.update + 1}, waiting for its data")
             update = updates.next()
@@ -76,6 +76,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
                     "train/target_tokens": float(progress.target_tokens),
                     "train/spikes": float(spikes.count),
                     "train/rollbacks": float(progress.rollbacks),
+                    "perf/hours": progress.train_seconds / 3600.0,
                 }
                 session.metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if session.monitor.due(progress.update):
@@ -85,13 +86,13 @@ def train(session: Session, progress: Progress) -> Progress | None:
             # In a streak of skipped updates validation and saving wait, because the weights may be ruined. At the
             # end of training they cannot wait.
             sound, best = progress.skipped == 0, False
-            if (validating and sound) or _finished(config, progress):
+            if (validating and sound) or config.ends_at(progress):
                 progress, best = _validate(session, progress)
                 validating = False
             watchdog.at(f"agreeing after update {progress.update}")
             stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
-                saved_at = _save(session, progress, saved_at, must=stopping or _finished(config, progress))
+                saved_at = _save(session, progress, saved_at, must=stopping or config.ends_at(progress))
                 saving = False
             if fatal:
                 with fail_together(world):
@@ -119,14 +120,6 @@ def _micro_batch_callback(watchdog: Watchdog, update: Update) -> Callable[[int],
     """Return a callback that reports the index of the current micro-batch to the watchdog."""
     count = len(update.micro_batches)
     return lambda index: watchdog.at(f"update {update.number}, micro-batch {index + 1} of {count}")
-
-
-def _finished(config: TrainingConfig, progress: Progress) -> bool:
-    return (
-        progress.update >= config.max_updates
-        or bool(config.max_epochs and progress.epoch >= config.max_epochs)
-        or bool(config.patience and progress.validations_since_best >= config.patience)
-    )
 
 
 def _due(every: int, progress: Progress) -> bool:
@@ -162,12 +155,13 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     session.watchdog.at(f"validating after update {progress.update}", slow=True)
     found = session.validator(progress.update)
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
-    if not progress.improved_by(found.score, found.loss):
+    if not found.improves_on(progress):
         return replace(progress, validations_since_best=progress.validations_since_best + 1), False
     return replace(
         progress,
         best_score=found.score,
         best_loss=found.loss,
+        best_by=found.best_by,
         best_update=progress.update,
         validations_since_best=0,
     ), True

@@ -10,11 +10,12 @@ Tags:
 - ``train/skipped``, ``train/spikes``: number of such updates since the last start.
 - ``train/rollbacks``, ``train/target_tokens``: numbers since the run began.
 - ``valid/loss``, ``valid/nll``, ``valid/ppl``: the same on the validation set.
-- ``valid/bleu``: BLEU of the validation set, translated by the run's search.
+- ``valid/bleu``, ``valid/bleu_tokenised``, ...: metrics of the validation set, translated by the run's search.
 - ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
 - ``collapse/seconds``: duration of the measurement.
 - ``perf/target_tokens_per_s``: target tokens a second over all ranks.
+- ``perf/hours``: hours spent in updates, over all restarts.
 - ``perf/padding``: share of positions that are padding.
 - ``perf/data_wait``: share of time spent waiting for data.
 - ``perf/memory``: peak of this rank (GiB).
@@ -48,6 +49,7 @@ _SHORT = {
     "train/lr": "lr",
     "train/grad_norm": "norm",
     "valid/loss": "valid loss",
+    "valid/nll": "",
     "valid/ppl": "valid ppl",
     "valid/bleu": "valid BLEU",
     "collapse/source_reliance": "source reliance",
@@ -103,7 +105,8 @@ class Metrics:
         except OSError as error:
             self._board = None
             self._report(error)
-        shown = ", ".join(f"{_SHORT[tag]} {_format(tag, value)}" for tag, value in values.items() if tag in _SHORT)
+        named = [(_label(tag), tag, value) for tag, value in values.items()]
+        shown = ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
         if self._bar is not None:
             self._bar.update(update - self._bar.n)
             self._bar.set_postfix_str(shown)
@@ -160,6 +163,11 @@ def _before(line: bytes, update: int) -> bool:
         return int(parse_json(line)["update"]) <= update
     except (ValueError, KeyError, TypeError):
         return False  # the last line of a run that died while writing it, or a damaged one
+
+
+def _label(tag: str) -> str:
+    """Return the words for a tag on the console: those of ``_SHORT``, or of a metric's tag; "" if it is not shown."""
+    return _SHORT.get(tag, tag.replace("/", " ") if tag.startswith("valid/") else "")
 
 
 def _format(tag: str, value: float) -> str:

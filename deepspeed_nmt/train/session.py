@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field
 
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.progress import Progress
 
 if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.data.loader import TrainLoader
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.train.collapse import CollapseMonitor
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
+    from deepspeed_nmt.train.progress import Progress
     from deepspeed_nmt.train.signals import StopRequest
     from deepspeed_nmt.train.store import CheckpointStore
     from deepspeed_nmt.train.throughput import Workload
@@ -54,6 +57,14 @@ class TrainingConfig(Config):
         description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
     )
 
+    def ends_at(self, progress: Progress) -> bool:
+        """Return True if training is over at this progress, by its length or by early stopping."""
+        return (
+            progress.update >= self.max_updates
+            or bool(self.max_epochs and progress.epoch >= self.max_epochs)
+            or bool(self.patience and progress.validations_since_best >= self.patience)
+        )
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -61,13 +72,34 @@ class Validation:
 
     Attributes:
         values: values for the log, by tag.
-        score: score that chooses the best checkpoint; greater is better.
+        best_by: tag of the value that chooses the best checkpoint.
+        score: that value, with its sign changed if smaller ones are better.
         loss: validation loss, which decides between equal scores.
+        least: score below which only losses are compared.
+        decimals: number of printed decimals; scores that are equal in them are equal.
     """
 
     values: dict[str, float]
+    best_by: str
     score: float
     loss: float
+    least: float = -math.inf
+    decimals: int = 2
+
+    def improves_on(self, progress: Progress) -> bool:
+        """Return True if this validation is better than the best so far: by its score, at equal scores by its loss.
+
+        Scores by different measures are not compared: the first one by a new measure is the best.
+        """
+        if progress.best_score is None or progress.best_by not in (None, self.best_by):
+            return True
+        best_loss = math.inf if progress.best_loss is None else progress.best_loss
+        return self._rank(self.score, self.loss) > self._rank(progress.best_score, best_loss)
+
+    def _rank(self, score: float, loss: float) -> tuple[float, float]:
+        """Return a key that sorts validations, the best last; NaN is worse than any number."""
+        shown = round(score, self.decimals) if score >= self.least else -math.inf
+        return shown, -math.inf if math.isnan(loss) else -loss
 
 
 class Validator(Protocol):
@@ -88,7 +120,7 @@ class Session:
         schedule: settings of the learning-rate schedule.
         engine: the engine, which makes updates.
         loader: loader of this rank's micro-batches.
-        validator: validation by loss and BLEU.
+        validator: validation by loss and metrics.
         monitor: measurement of source reliance.
         store: checkpoints of the run.
         metrics: log of the run.

@@ -137,12 +137,13 @@ class CheckpointStore:
             )
         return None
 
-    def open(self, which: str, option: str = "--checkpoint") -> Checkpoint:
+    def open(self, which: str, option: str = "--checkpoint", verify: bool = True) -> Checkpoint:
         """Open the checkpoint called ``best``, ``last``, ``average``, or found at a path.
 
         Args:
             which: its name or path.
             option: option by which the user named it, for messages.
+            verify: True to verify the hashes of its files; ``last`` is always verified.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
@@ -153,32 +154,32 @@ class CheckpointStore:
                 raise self._empty()
             return newest
         if which == "best":
-            return self._best(option)
+            return self._best(option, verify)
         if which == "average":
             if not (self.directory / "average").is_dir():
                 raise CheckpointError(
                     f"{self.directory} has no average; make one with `deepspeed-nmt average --run ... --last N`"
                 )
-            average = Checkpoint(self.directory / "average")
+            average = Checkpoint(self.directory / "average", verify)
             if average.resumable:
                 raise CheckpointError(f"{average.path} must be an average, but is a checkpoint of training")
             return average
         for path in (self.directory / which, Path(which)):
             if path.is_dir():
-                return Checkpoint(path)
+                return Checkpoint(path, verify)
         raise CheckpointError(
             f"{option} must be best, last, average or the path of a checkpoint, but there is no directory '{which}', "
             f"neither here nor in {self.directory}"
         )
 
-    def _best(self, option: str) -> Checkpoint:
+    def _best(self, option: str, verify: bool) -> Checkpoint:
         if not self.names():
             raise self._empty()
         try:
             self.read(self.names()[-1], verify=False)  # it records which one is the best
             while (best := self.best()) is not None:
                 try:
-                    return self.read(best)
+                    return self.read(best, verify)
                 except CheckpointError:
                     if (self.directory / best).exists():
                         raise  # otherwise a training of the run has removed it, after it has written a better one

@@ -1,7 +1,8 @@
-"""Pipeline from published archives to a data directory: fetch, verify, extract, preprocess, split, `prepare`.
+"""Pipeline from published archives to a data directory: fetch, verify, extract, tokenise, `prepare`.
 
-Each script beside this file runs it for one task. A step whose output exists is skipped. Requires sacremoses
-(`pip install sacremoses`).
+Each script beside this file runs it for one task. A step whose output exists is skipped. Test sets that sacreBLEU has
+come from it, by its cache in $SACREBLEU (~/.sacrebleu). `prepare` filters the training text, and reports what it
+removes.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ import io
 import itertools
 import os
 import re
+import shlex
 import shutil
 import sys
 import tarfile
-import time
 import urllib.error
 import urllib.request
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from deepspeed_nmt.cli import main as deepspeed_nmt
+from deepspeed_nmt.commands import prepare
+from deepspeed_nmt.console import logger, setup_logging
+from deepspeed_nmt.errors import UserError
 from deepspeed_nmt.files import atomic_text_writer, sha256_of
+from deepspeed_nmt.text import sacremoses, tokenise
 
 _BLOCK_LINES = 2000
 """Lines that a worker tokenises at a time."""
 _BLOCKS_AHEAD = 32
 """Blocks that are tokenised ahead of the reader. The limit bounds the memory for files of any size."""
+
+_FAILURES = (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, http.client.HTTPException, UserError)
+"""Errors that end the pipeline with a message."""
 
 STATMT = "http://www.statmt.org"
 DATA = "http://data.statmt.org"
@@ -61,10 +69,6 @@ ARCHIVES = {
         f"{DATA}/wmt18/translation-task", "41557dd5d8f0ed3a6d98bce3b798b1a9d3b68361eb99d902329ddbb943a6b55a",
     ),
     "training-giga-fren.tar": (f"{STATMT}/wmt10", ""),
-    # The test sets of all years up to 2019.
-    "dev.tgz": (
-        f"{DATA}/wmt19/translation-task", "7a7deccf82ebb05ba508dba5eb21356492224e8f630ec4f992132b029b4b25e7",
-    ),
     "de-en.tgz": ("http://dl.fbaipublicfiles.com/fairseq/data/iwslt14", ""),
 }  # fmt: skip
 
@@ -90,36 +94,29 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """The data of a paper.
+    """The data of a paper, with the paper's settings as defaults.
 
     Attributes:
         source, target: language codes.
-        train, test, valid: parts of each split.
-        every: every k-th training pair belongs to the validation set instead; 0 for none.
-        lowercase: True if the text is lowercased.
-        normalise: True to preprocess as for WMT: normalise punctuation, remove control characters, split at dashes.
-        vocab_size: tokens of the joint vocabulary.
-        longest: largest number of Moses tokens on either side of a training pair.
-        ratio: largest ratio of the lengths of the two sides of a training pair.
+        train: parts of the training text.
+        valid, test: parts, or names of sacreBLEU's test sets.
+        text: form of the text: raw, or tokenised by Moses' rules.
+        lowercase: True if tokenised text is lowercased.
+        vocabulary: options of `prepare` for the vocabulary, by form of the text.
+        max_length: most tokens on either side of a training pair.
+        ratio: largest ratio of the two sides' tokens; None for any.
     """
 
     source: str
     target: str
-    train: list[Part]
-    test: list[Part]
-    valid: list[Part] = field(default_factory=list)
-    every: int = 0
+    train: Sequence[Part]
+    valid: Sequence[Part | str]
+    test: Sequence[Part | str]
+    text: str = "moses"
     lowercase: bool = False
-    normalise: bool = True
-    vocab_size: int = 40_000
-    longest: int = 250
-    ratio: float = 9.0
-
-
-def _sgm(year: int, pair: str, foreign: str) -> Part:
-    """Return the test set of a year in SGML, from English."""
-    name = f"dev/newstest{year}-{pair}"
-    return Part("dev.tgz", f"{name}-src.en.sgm", f"{name}-ref.{foreign}.sgm")
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
+    max_length: int = 250
+    ratio: float | None = None
 
 
 def _common(pair: str) -> list[Part]:
@@ -130,13 +127,23 @@ def _common(pair: str) -> list[Part]:
     ]
 
 
-_NEWSTEST_2012_2013 = [Part("dev.tgz", f"dev/newstest{year}.{{}}") for year in (2012, 2013)]
+def _joint(size: int) -> dict[str, str]:
+    """Return the options of a joint vocabulary."""
+    return dict.fromkeys(("moses", "raw"), f"--vocab-size {size}")
+
+
+def _talks(*names: str) -> list[Part]:
+    """Return test sets of IWSLT 2014."""
+    return [Part("de-en.tgz", f"de-en/IWSLT14.{name}.de-en.{{}}.xml") for name in names]
+
+
 _V9, _V11, _V13 = (f"training-parallel-nc-v{version}.tgz" for version in (9, 11, 13))
-_TALKS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+# Of newstest2014, papers use all 3,003 sentences; `wmt14` has only those of the shared task, 2,737 for German.
+_NEWSTEST_2014 = "wmt14/full"
 TASKS = {
     "wmt14_ende": Task(
         "en", "de", [*_common("de-en"), Part(_V9, "training/news-commentary-v9.de-en.{}")],
-        [_sgm(2014, "deen", "de")], _NEWSTEST_2012_2013,
+        ["wmt12", "wmt13"], [_NEWSTEST_2014], vocabulary=_joint(40_000),
     ),
     "wmt14_enfr": Task(
         "en", "fr",
@@ -146,11 +153,11 @@ TASKS = {
             Part(_V9, "training/news-commentary-v9.fr-en.{}"),
             Part("training-giga-fren.tar", "giga-fren.release2.fixed.{}.gz"),
         ],
-        [_sgm(2014, "fren", "fr")], _NEWSTEST_2012_2013,
+        ["wmt12", "wmt13"], [_NEWSTEST_2014], vocabulary=_joint(40_000), ratio=1.5,
     ),
     "wmt16_ende": Task(
         "en", "de", [*_common("de-en"), Part(_V11, "training-parallel-nc-v11/news-commentary-v11.de-en.{}")],
-        [_sgm(2014, "deen", "de")], _NEWSTEST_2012_2013[1:], vocab_size=32_000,
+        ["wmt13"], [_NEWSTEST_2014], vocabulary=_joint(32_000),
     ),
     "wmt18_ende": Task(
         "en", "de",
@@ -159,54 +166,95 @@ TASKS = {
             Part(_V13, "training-parallel-nc-v13/news-commentary-v13.de-en.{}"),
             Part("rapid2016.tgz", "rapid2016.de-en.{}"),
         ],
-        [_sgm(2018, "ende", "de")], [_sgm(2017, "ende", "de")], lowercase=True, vocab_size=32_000,
+        ["wmt17"], ["wmt18"], lowercase=True, vocabulary=_joint(32_000),
     ),
     "iwslt14_deen": Task(
         "de", "en", [Part("de-en.tgz", "de-en/train.tags.de-en.{}")],
-        [Part("de-en.tgz", f"de-en/IWSLT14.{talk}.de-en.{{}}.xml") for talk in _TALKS],
-        every=23, lowercase=True, normalise=False, vocab_size=10_000, longest=175, ratio=1.5,
+        _talks("TED.dev2010", "TEDX.dev2012"), _talks("TED.tst2010", "TED.tst2011", "TED.tst2012"),
+        text="raw", lowercase=True, max_length=400,
+        vocabulary={
+            "raw": "--tokenizer hf:dbmdz/bert-base-german-uncased,bert-base-uncased",
+            "moses": "--vocab-size 10000",
+        },
     ),
 }  # fmt: skip
 
 
+def defaults(task: Task, text: str) -> str:
+    """Return the settings of a task as options of its script."""
+    ratio = "" if task.ratio is None else f" --ratio {task.ratio:g}"
+    return f"--text {text} {task.vocabulary[text]} --max-length {task.max_length}{ratio} --no-dedup --no-normalise"
+
+
 def main() -> int:
     """Run the pipeline of the task that the first argument names."""
-    task_name = sys.argv[1] if len(sys.argv) > 1 else ""
-    parser = argparse.ArgumentParser(
-        prog=f"launch/data/{task_name}.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--out DIR] [--from DIR] [--vocab-size N] [--threads N]",
-    )
+    parser, task_name = _parser(), sys.argv[1] if len(sys.argv) > 1 else ""
+    parser.prog = f"launch/data/{task_name}.sh"
+    arguments, more = parser.parse_known_args()
+    task, setup = TASKS[arguments.task], argparse.ArgumentParser(prog=parser.prog, add_help=False)
+    out: Path = arguments.out or Path("data", arguments.task)
+    text = arguments.text or task.text
+    words = _prepare_words(task, text, arguments, more, out)
+    prepare.add_arguments(setup)
+    setup.parse_args(words)  # a wrong option ends the program before anything is fetched
+    setup_logging()
+    logger.info(f"defaults of {arguments.task}: {defaults(task, text)}")
+    logger.info(f"prepare {shlex.join(words)}")
+    try:
+        if text == "moses":
+            sacremoses()
+        paths = _get_archives(task, out, arguments.archives)
+        _extract(task, paths, out / "raw", fetches=arguments.archives is None)
+        _record_checksums(paths, out / "SHA256SUMS")
+        if text == "moses":
+            _tokenise_files(task, out / "raw", _text_directory(out, text, arguments.normalise), arguments)
+    except _FAILURES as error:
+        logger.error("error: %s", error)
+        return 2
+    return deepspeed_nmt(["prepare", *words])
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of a script's options, all but those of `prepare`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("task", choices=list(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--from", type=Path, dest="archives", metavar="DIR")
-    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--text", choices=("raw", "moses"))
+    parser.add_argument("--normalise", action=argparse.BooleanOptionalAction, default=False)
+    vocabulary = parser.add_mutually_exclusive_group()
+    for option in ("--vocab-size", "--vocab-from", "--tokenizer"):
+        vocabulary.add_argument(option)
+    parser.add_argument("--max-length", type=int)
+    parser.add_argument("--ratio", type=float)
+    parser.add_argument("--dedup", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    arguments = parser.parse_args()
-    task = TASKS[arguments.task]
-    out: Path = arguments.out or Path("data", arguments.task)
-    try:
-        import sacremoses  # noqa: F401
-    except ImportError:
-        return _complain("sacremoses must be installed, but is not; run `pip install sacremoses`")
-    try:
-        paths = _get_archives(task, out, arguments.archives)
-        _extract(task, paths, out / "raw")
-        _record_checksums(paths, out / "SHA256SUMS")
-        _preprocess(task, out / "raw", out / "text", arguments.threads)
-    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError, http.client.HTTPException) as error:
-        return _complain(str(error))
-    return _prepare(task, out, arguments.vocab_size or task.vocab_size, arguments.threads)
+    return parser
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+def _text_directory(out: Path, text: str, normalise: bool) -> Path:
+    """Return the directory of the text that is prepared; text of other settings has another one."""
+    return out / ("raw" if text == "raw" else "moses-normalised" if normalise else "moses")
 
 
-def _complain(text: str) -> int:
-    sys.stderr.write(f"error: {text}\n")
-    return 2
+def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: Sequence[str], out: Path) -> list[str]:
+    """Return the arguments of `prepare`: those of the task, replaced by those of the user."""
+    given = {name: getattr(arguments, name.replace("-", "_")) for name in ("vocab-size", "vocab-from", "tokenizer")}
+    vocabulary = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
+    length = task.max_length if arguments.max_length is None else arguments.max_length
+    ratio = task.ratio if arguments.ratio is None else arguments.ratio
+    if ratio is None:
+        ratio = float(length)  # removes nothing: a ratio cannot exceed the length
+    words = ["--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
+    words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}", "--ratio-from", "1"]
+    words += ["--threads", str(arguments.threads)]
+    words += [] if arguments.dedup else ["--keep-duplicates"]
+    words += ["--text", text, "--source-lang", task.source, "--target-lang", task.target]
+    directory = _text_directory(out, text, arguments.normalise)
+    for split in ("train", "valid", "test"):
+        for side, language in (("source", task.source), ("target", task.target)):
+            words += [f"--{split}-{side}", str(directory / f"{split}.{language}")]
+    return [*words, *more]
 
 
 def _get_archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:
@@ -224,7 +272,8 @@ def _get_archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:
         ValueError: if ``given`` lacks an archive, or an archive has another checksum.
         OSError: if an archive cannot be fetched or read.
     """
-    names = list(dict.fromkeys(part.archive for part in [*task.train, *task.valid, *task.test]))
+    parts = [part for part in [*task.train, *task.valid, *task.test] if isinstance(part, Part)]
+    names = list(dict.fromkeys(part.archive for part in parts))
     directory = given or out / "archives"
     if given is not None:
         if not given.is_dir():
@@ -249,7 +298,7 @@ def _fetch(url: str, path: Path) -> None:
     part = path.with_name(f"{path.name}.part")
     start = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
-    _say(f"fetching {url}{f' from byte {start:,}' if start else ''}")
+    logger.info(f"fetching {url}{f' from byte {start:,}' if start else ''}")
     try:
         with urllib.request.urlopen(request, timeout=60) as response, part.open("ab") as file:
             resumed = response.status == 206
@@ -293,7 +342,7 @@ def _verify(path: Path, published: str, given: bool, checksums: Path) -> None:
     if expected and found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}, but has {found}; remove it and get it again")
     if given and published and found != published:
-        _say(f"{path.name} is not the published archive (SHA-256 {found}); it is used as it is")
+        logger.info(f"{path.name} is not the published archive (SHA-256 {found}); it is used as it is")
 
 
 def _record_checksums(paths: dict[str, Path], checksums: Path) -> None:
@@ -308,20 +357,59 @@ def _record_checksums(paths: dict[str, Path], checksums: Path) -> None:
                 out.write(f"{sha256_of(path)}  {name}\n")
 
 
-def _extract(task: Task, paths: dict[str, Path], raw: Path) -> None:
+def _extract(task: Task, paths: dict[str, Path], raw: Path, *, fetches: bool) -> None:
     """Write one file for each split and language, one sentence a line, without mark-up."""
     raw.mkdir(parents=True, exist_ok=True)
     splits = {"train": task.train, "valid": task.valid, "test": task.test}
     for (split, parts), side in itertools.product(splits.items(), (0, 1)):
         language = (task.source, task.target)[side]
         path = raw / f"{split}.{language}"
-        if not parts or path.exists():
+        if path.exists():
             continue
-        _say(f"extracting {path.name}")
+        logger.info(f"extracting {path.name}")
         with atomic_text_writer(path) as out:
             for part in parts:
-                for line in _read_lines(paths[part.archive], part.member(side, language)):
+                if isinstance(part, Part):
+                    lines = _read_lines(paths[part.archive], part.member(side, language))
+                else:
+                    lines = _read_test_set(part, f"{task.source}-{task.target}", side, fetches=fetches)
+                for line in lines:
                     out.write(line + "\n")
+
+
+def _read_test_set(name: str, pair: str, side: int, *, fetches: bool) -> Iterator[str]:
+    """Yield the sentences of one side of a test set of sacreBLEU, which fetches it if its cache does not have it.
+
+    Args:
+        name: name of the set.
+        pair: languages, such as en-de.
+        side: 0 for the source, 1 for the reference.
+        fetches: False to refuse a set that the cache does not have.
+
+    Raises:
+        ValueError: if the set is not in the cache, and ``fetches`` is False.
+        OSError: if it cannot be fetched.
+    """
+    from sacrebleu.dataset import DATASETS
+    from sacrebleu.utils import SACREBLEU_DIR, get_reference_files, get_source_file
+
+    cache = Path(SACREBLEU_DIR, name)
+    files = [cache / f"{name.replace('/', '_')}.{pair}.{field}" for field in DATASETS[name].fieldnames(pair)]
+    missing = [file for file in files if not file.is_file()]
+    if missing and not fetches:
+        raise ValueError(
+            f"the test set {name} must be in sacreBLEU's cache, because --from fetches nothing, but there is no "
+            f"{missing[0]}; run `sacrebleu -t {name} -l {pair} --echo src ref` where there is a network, copy its "
+            "cache here, and set SACREBLEU to the copy"
+        )
+    try:
+        path = Path(get_source_file(name, pair) if side == 0 else get_reference_files(name, pair)[0])
+    except OSError as error:
+        raise OSError(
+            f"sacreBLEU cannot fetch the test set {name} ({error}); remove {cache}, and start again"
+        ) from error
+    with path.open(encoding="utf-8", newline="\n") as file:
+        yield from (html.unescape(line.rstrip("\n")) for line in file)
 
 
 def _read_lines(archive: Path, member: str) -> Iterator[str]:
@@ -334,7 +422,7 @@ def _read_lines(archive: Path, member: str) -> Iterator[str]:
         assert stream is not None
         binary = gzip.GzipFile(fileobj=stream) if member.endswith(".gz") else stream
         text = io.TextIOWrapper(binary, encoding="utf-8", errors="replace", newline="\n")  # type: ignore[arg-type]
-        if member.endswith((".sgm", ".xml")):
+        if member.endswith(".xml"):
             yield from _read_segments(text)
         elif "train.tags." in member:
             yield from _read_talks(text)
@@ -343,7 +431,7 @@ def _read_lines(archive: Path, member: str) -> Iterator[str]:
 
 
 def _read_segments(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the sentences of a test set in SGML or XML. A sentence may extend over several lines."""
+    """Yield the sentences of a test set in XML. A sentence may extend over several lines."""
     for segment in re.findall(r"<seg[^>]*>(.*?)</seg>", "".join(lines), re.DOTALL | re.IGNORECASE):
         yield " ".join(html.unescape(segment).split())
 
@@ -352,99 +440,49 @@ def _read_talks(lines: Iterable[str]) -> Iterator[str]:
     """Yield the sentences of the IWSLT training text: talks, titles and descriptions, without other metadata."""
     for line in lines:
         if not any(mark in line for mark in ("<url>", "<talkid>", "<keywords>")):
-            yield re.sub(r"</?(title|description)>", "", line).strip()
+            yield html.unescape(re.sub(r"</?(title|description)>", "", line)).strip()
 
 
-def _preprocess(task: Task, raw: Path, text: Path, threads: int) -> None:
-    """Normalise, tokenise and filter. Take the validation set from the training text if the task has no other."""
+def _tokenise_files(task: Task, raw: Path, text: Path, arguments: argparse.Namespace) -> None:
+    """Tokenise all files by Moses' rules."""
     text.mkdir(parents=True, exist_ok=True)
-    languages = (task.source, task.target)
-    for split in ["train", "valid", "test"] if task.valid else ["train", "test"]:
-        outputs = ["train", "valid"] if split == "train" and task.every else [split]
-        files = [text / f"{output}.{language}" for output in outputs for language in languages]
-        if all(file.exists() for file in files):
+    for split, language in itertools.product(("train", "valid", "test"), (task.source, task.target)):
+        path = text / f"{split}.{language}"
+        if path.exists():
             continue
-        _say(f"preprocessing {split}")
-        with ProcessPoolExecutor(threads) as pool:
-            sides = [_tokenise_file(raw / f"{split}.{language}", language, task, pool) for language in languages]
-            _write_pairs(zip(*sides, strict=True), files, task if split == "train" else None)
+        logger.info(f"tokenising {path.name}")
+        work = partial(_tokenise, language=language, lowercase=task.lowercase, normalise=arguments.normalise)
+        with ProcessPoolExecutor(arguments.threads) as pool, atomic_text_writer(path) as out:
+            for block in _in_order(pool, work, raw / path.name):
+                out.writelines(line + "\n" for line in block)
 
 
-def _tokenise_file(path: Path, language: str, task: Task, pool: ProcessPoolExecutor) -> Iterator[str]:
-    """Yield the tokenised lines of a file, in order."""
-    work = partial(_tokenise, language=language, lowercase=task.lowercase, normalise=task.normalise)
+def _in_order(pool: ProcessPoolExecutor, work: Callable[[list[str]], list[str]], path: Path) -> Iterator[list[str]]:
+    """Yield the results for the blocks of lines of a file, in order."""
     pending: deque[Future[list[str]]] = deque()
     with path.open(encoding="utf-8", newline="\n") as file:
         while block := list(itertools.islice(file, _BLOCK_LINES)):
             pending.append(pool.submit(work, block))
             if len(pending) > _BLOCKS_AHEAD:
-                yield from pending.popleft().result()
+                yield pending.popleft().result()
     for future in pending:
-        yield from future.result()
+        yield future.result()
 
 
 def _tokenise(lines: list[str], language: str, lowercase: bool, normalise: bool) -> list[str]:
     """Apply Moses' tokenizer.perl to lines, then lowercase.perl if ``lowercase``.
 
     If ``normalise``, apply normalize-punctuation.perl and remove-non-printing-char.perl before, and the tokenizer's
-    option -a, which splits words at dashes.
+    option -a, which splits words at dashes, as fairseq's scripts for WMT do.
     """
-    import regex
-    from sacremoses import MosesPunctNormalizer, MosesTokenizer
+    lines = [line.strip() for line in lines]
+    if normalise:  # control characters become spaces, so that words are not joined
+        import regex
 
-    normalizer = MosesPunctNormalizer(language)
-    tokenizer = MosesTokenizer(language)
-    tokenised = []
-    for line in lines:
-        text = line.strip()
-        if normalise:  # control characters become spaces, so that words are not joined
-            text = regex.sub(r"\p{C}", " ", normalizer.normalize(text))
-        tokens = tokenizer.tokenize(text, aggressive_dash_splits=normalise, return_str=True, escape=True)
-        tokenised.append(tokens.lower() if lowercase else tokens)
-    return tokenised
-
-
-def _write_pairs(pairs: Iterable[tuple[str, str]], files: list[Path], task: Task | None) -> None:
-    """Write sentence pairs to files.
-
-    Args:
-        pairs: source and target sentences.
-        files: source and target file, then those of the validation set if the task takes it from these pairs.
-        task: task whose filter and validation set apply; None to write all pairs to the first two files.
-    """
-    kept = total = 0
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(atomic_text_writer(file)) for file in files]
-        for source, target in pairs:
-            total += 1
-            if task is not None and not _passes_filter(source, target, task):
-                continue
-            kept += 1
-            first = 2 if task is not None and task.every and kept % task.every == 0 else 0
-            outputs[first].write(source + "\n")
-            outputs[first + 1].write(target + "\n")
-    _say(f"{kept:,} of {total:,} pairs kept")
-
-
-def _passes_filter(source: str, target: str, task: Task) -> bool:
-    """Return True if Moses' clean-corpus-n.perl keeps a pair: no side is empty, too long or much the longer one."""
-    shorter, longer = sorted((len(source.split()), len(target.split())))
-    return shorter >= 1 and longer <= min(task.longest, task.ratio * shorter)
-
-
-def _prepare(task: Task, out: Path, vocab_size: int, threads: int) -> int:
-    """Make the data directory with `deepspeed-nmt prepare`. Duplicates are kept, as in the papers."""
-    from deepspeed_nmt.cli import main as deepspeed_nmt
-
-    if (out / "data" / "meta.json").exists():
-        _say(f"{out / 'data'} exists already")
-        return 0
-    words = ["prepare", "--out", str(out / "data"), "--vocab-size", str(vocab_size), "--threads", str(threads)]
-    words += ["--keep-duplicates", "--max-ratio", "9", "--overwrite"]
-    for split in ("train", "valid", "test"):
-        for side, language in (("source", task.source), ("target", task.target)):
-            words += [f"--{split}-{side}", str(out / "text" / f"{split}.{language}")]
-    return deepspeed_nmt(words)
+        normalizer = sacremoses().MosesPunctNormalizer(language)
+        lines = [regex.sub(r"\p{C}", " ", normalizer.normalize(line)) for line in lines]
+    tokens = tokenise(lines, language, dashes=normalise)
+    return [line.lower() for line in tokens] if lowercase else list(tokens)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,29 @@
 # WMT 2018 English to German without ParaCrawl, lowercased: about 5.6 million pairs, as in "Multi-Layer Softmaxing
 # during Training Neural Machine Translation for Flexible Decoding with Fewer Layers" (Dabre and Fujita 2019).
 #
-#   launch/data/wmt18_ende.sh [--out DIR] [--from DIR] [--vocab-size N] [--threads N]
+#   launch/data/wmt18_ende.sh [--out DIR] [--from DIR] [--text raw|moses] [OPTION ...]
 #
-#   --out DIR        directory of the results: archives/ raw/ text/ data/ [data/wmt18_ende]
-#   --from DIR       directory with all archives under their published names; nothing is fetched
-#   --vocab-size N   tokens of the joint vocabulary [32,000]
-#   --threads N      number of processes [all cores]
+#   --out DIR           directory of the results: archives/ raw/ moses/ data/ [data/wmt18_ende]
+#   --from DIR          directory with all archives under their published names; nothing is fetched
+#   --text FORM         raw, or moses: tokenised by Moses' rules, which validation, `score --like` and
+#                       `translate --detokenise` undo
+#   --normalise         moses: as fairseq's scripts for WMT, normalise punctuation, remove control characters, and split
+#                       words at dashes
+#   --vocab-size N      tokens of the joint vocabulary; or --tokenizer hf:BERT,BERT, or --vocab-from DIR
+#   --max-length N      leave out training pairs with a longer side, in tokens of the vocabulary
+#   --ratio R           leave out training pairs whose longer side has more than R times the tokens of the shorter
+#   --dedup             leave out training pairs that were seen before (--no-dedup keeps them)
+#   --threads N         number of processes [all cores]
 #
-# Train: Europarl v7, Common Crawl, News Commentary v13, Rapid 2016. Valid: newstest2017. Test: newstest2018.
+# Other options are those of `deepspeed-nmt prepare`. The defaults are the paper's, and 250 tokens, which it does not
+# state:
 #
-# Started again, it resumes. text/ is tokenised as Moses does it: train on data/, and score with
-# `deepspeed-nmt score --tokenised`. Requires sacremoses (pip install sacremoses).
+#   --text moses --vocab-size 32000 --max-length 250 --no-dedup --no-normalise
+#
+# Train: Europarl v7, Common Crawl, News Commentary v13, Rapid 2016. Valid (the paper has none): newstest2017
+# (sacreBLEU's wmt17). Test: newstest2018 (wmt18).
+#
+# Started again, it resumes. Test sets of sacreBLEU are read from its cache, $SACREBLEU or ~/.sacrebleu.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh

@@ -19,7 +19,7 @@ from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.settings_reference import settings_reference
 
-LARGE = "deep_decoder_big_54"
+LARGE = "deep_decoder_big_54_stabilised"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEGIN, END = "<!-- written by launch/docs/tables.py -->\n\n", "<!-- end of what it writes -->\n"
 

@@ -84,7 +84,7 @@ def allowed(name: str, annotation: Any, field: FieldInfo | None, tame: bool = Fa
     if origin in (Union, type(int | str)):
         return st.one_of(*(allowed(name, each, field, tame) for each in inner))
     if origin is tuple:
-        return st.lists(allowed(name, inner[0], None, tame), max_size=3)
+        return st.lists(allowed(name, inner[0], field if inner[0] is str else None, tame), max_size=3)
     if origin is dict:
         return st.dictionaries(st.sampled_from(["1-1", "2-1", "deep", "x"]), st.floats(0, 2), max_size=2)
     if isinstance(annotation, type) and issubclass(annotation, Config):

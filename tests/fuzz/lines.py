@@ -132,6 +132,7 @@ SOUND = {
     ("average",): "--run run --last 1",
     ("plan",): "--recipe sample_small",
     ("report", "collapse"): "run",
+    ("report", "runs"): "run run",
     ("report", "depths"): "--run run --input text/valid.en --reference text/valid.de",
 }
 """Arguments with which a command ends well. What follows can override them."""

@@ -31,7 +31,8 @@ def check_line(tiny: Path, place: Path, line: list[str]) -> None:
     furnish(tiny, place)
     last = SMALL if line[:1] == ["train"] else []
     values = {part for word in line for part in (word, word.partition("=")[2])}
-    may_change = [value for value in values if value and "\0" not in value] + ["collapse.png", "depths.png"]
+    may_change = [value for value in values if value and "\0" not in value]
+    may_change += [f"{kind}.png" for kind in ("collapse", "depths", "runs", "sweep")]
     may_change = [value if value != "loop" and value != "dangling" else "linked" for value in may_change]
     with _fed(place / "pipe", (tiny / "text/valid.en").read_bytes()):
         run_program([*line, *last], place, may_change, b"The dog sees a house.\n\n", "")

@@ -97,7 +97,9 @@ def test_report_compares_runs(
     assert [row["run"] for row in rows] == ["run-good", "run-shuffled"]
     assert rows[0]["source_reliance"] == reliance(runs["good"][0])[-1] and rows[0]["updates"] == 420
     assert rows[0]["valid_loss"] < rows[1]["valid_loss"] and rows[0]["target_tokens"] > 200_000
-    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert 1.0 < rows[0]["train_ppl"] < rows[1]["train_ppl"] and list(rows[0]["cross_share"]) == ["1", "2"]
+    drawn = picture.read_text(encoding="utf-8")
+    assert "<!-- training perplexity -->" in drawn and drawn.count("QuadMesh") == 2, "a map for each run"
     assert main(["report", "collapse", *paths, "--out", str(picture)]) == 0
     assert "source reliance" in capsys.readouterr().out.splitlines()[0]
     assert main(["report", "collapse", *paths, "--out", str(tmp_path / "x.doc")]) == 2

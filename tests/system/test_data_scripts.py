@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import importlib.util
 import io
+import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -38,17 +40,15 @@ def content(member: str, language: str) -> bytes:
     words = {"en": "The well-known house", "de": "Das wohl-bekannte Haus", "fr": "La maison bien-connue"}[language]
     name = member.rsplit("/", 1)[-1].split(".")[0]
     lines = [f"{words} „No. {number}“ of {name} & Co. costs {number},50 €." for number in range(LINES)]
-    if member.endswith(".sgm"):
-        text = "<refset>\n<doc>\n" + "".join(
-            f'<seg id="{number}">\n{line.replace("&", "&amp;")}\n</seg>\n' for number, line in enumerate(lines)
-        )
-    elif member.endswith(".xml"):
+    if member.endswith(".xml"):
         text = "<mteval>\n" + "".join(
             f'<seg id="{n}"> {line.replace("&", "&amp;")} </seg>\n' for n, line in enumerate(lines)
         )
     elif "train.tags." in member:
         head = "<url>http://x</url>\n<keywords>talks</keywords>\n<talkid>1</talkid>\n<title>A House</title>\n"
         text = head + "\n".join(lines) + "\n"
+    elif member.startswith("wmt"):
+        text = "\n".join(lines) + "\n"
     else:
         # One pair without a line feed, one with an empty side.
         lines[3] = " ".join(["word"] * 300)
@@ -58,10 +58,19 @@ def content(member: str, language: str) -> bytes:
 
 
 def write_archives(pipeline: ModuleType, task: str, directory: Path) -> None:
+    """Write the archives of a task, and beside them the cache of sacreBLEU with its test sets."""
     directory.mkdir()
     plan = pipeline.TASKS[task]
     members: dict[str, dict[str, bytes]] = {}
     for part in [*plan.train, *plan.valid, *plan.test]:
+        if isinstance(part, str):
+            folder = directory.parent / "sacrebleu" / part
+            folder.mkdir(parents=True)
+            for field in ("src", "ref", "docid", "genre", "origlang"):
+                text = content(part, plan.target if field == "ref" else plan.source).replace(b"&", b"&amp;")
+                name = f"{part.replace('/', '_')}.{plan.source}-{plan.target}.{field}"
+                (folder / name).write_bytes(text)
+            continue
         for side, language in enumerate((plan.source, plan.target)):
             member = part.member(side, language)
             members.setdefault(part.archive, {})[member] = content(member, language)
@@ -73,9 +82,11 @@ def write_archives(pipeline: ModuleType, task: str, directory: Path) -> None:
                 tar.addfile(entry, io.BytesIO(data))
 
 
-def go(task: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / f"launch/data/{task}.sh"), "--threads", "1", "--vocab-size", "300", *words]
+def go(task: str, *words: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script. It cannot fetch anything."""
+    command = [str(ROOT / f"launch/data/{task}.sh"), "--threads", "1", *words]
     environment = {"PATH": "/usr/bin:/bin", "VENV": sys.prefix, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"SACREBLEU": str(cache), "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -86,61 +97,123 @@ def lines(path: Path) -> list[str]:
 @pytest.mark.parametrize("task", ["wmt14_ende", "wmt14_enfr", "wmt16_ende", "wmt18_ende", "iwslt14_deen"])
 def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_path: Path) -> None:
     write_archives(pipeline, task, tmp_path / "archives")
-    words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out")]
-    done = go(task, *words)
+    words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    words += ["--text", "moses"] if task == "iwslt14_deen" else []
+    words += ["--normalise"] if task == "wmt14_ende" else []
+    done = go(task, *words, cache=tmp_path / "sacrebleu")
     assert done.returncode == 0, done.stderr
-    plan, text = pipeline.TASKS[task], tmp_path / "out" / "text"
+    plan = pipeline.TASKS[task]
+    text = tmp_path / "out" / ("moses-normalised" if "--normalise" in words else "moses")
     sizes = {split: len(lines(text / f"{split}.{plan.source}")) for split in ("train", "valid", "test")}
     for split, size in sizes.items():
         assert len(lines(text / f"{split}.{plan.target}")) == size
-    if task == "iwslt14_deen":
-        assert sizes == {"train": 59, "valid": 2, "test": 5 * LINES}, "every 23rd of 61 lines, including the title"
+    parts = {"train": len(plan.train), "valid": len(plan.valid), "test": len(plan.test)}
+    title = 1 if task == "iwslt14_deen" else 0
+    assert sizes == {split: count * LINES + title * (split == "train") for split, count in parts.items()}
+    if title:
         assert lines(text / "train.en")[0] == "a house"
-    else:
-        lost = 2 if plan.target == "de" else 1
-        assert sizes["train"] == len(plan.train) * (LINES - lost)
-        assert sizes["valid"] == len(plan.valid) * LINES and sizes["test"] == LINES
     sample = lines(text / f"test.{plan.target}")[7]
-    expected = {
-        "de": "Das wohl @-@ bekannte Haus",
-        "en": "The well @-@ known house",
-        "fr": "La maison bien @-@ connue",
-    }
-    start = expected[plan.target]
-    if not plan.normalise:
-        start = start.replace(" @-@ ", "-")
+    start = {"de": "Das wohl-bekannte Haus", "en": "The well-known house", "fr": "La maison bien-connue"}[plan.target]
+    if "--normalise" in words:
+        start = start.replace("-", " @-@ ")
     assert sample.startswith(start.lower() if plan.lowercase else start)
-    assert ("&quot;" if plan.normalise else "„") in sample and "&amp;" in sample and sample.endswith("€ .")
-    assert (tmp_path / "out/data/meta.json").is_file()
+    assert ("&quot;" if "--normalise" in words else "„") in sample
+    assert "&amp;" in sample and "&amp; amp" not in sample and sample.endswith("€ .")
+    meta = json.loads((tmp_path / "out/data/meta.json").read_text())
+    assert meta["text"] == {"form": "moses", "source_lang": plan.source, "target_lang": plan.target}
+    cleaning = meta["options"]["cleaning"]
+    assert cleaning["keep_duplicates"] and cleaning["max_length"] == plan.max_length
+    # Only a line of 300 words and an empty side of German are removed, and by the ratio what is limited by it.
+    removed = {reason: count for reason, count in meta["removed"].items() if count}
+    expected = {"empty": len(plan.train)} if plan.target == "de" else {}
+    assert removed == ({} if title else {"too_long": len(plan.train), **expected})
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    again = go(task, *words)
-    assert again.returncode == 0 and "exists already" in again.stderr
+    again = go(task, *words, cache=tmp_path / "sacrebleu")
+    assert again.returncode == 0 and "nothing to do" in again.stderr, again.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: ModuleType, tmp_path: Path) -> None:
+    for task, plan in pipeline.TASKS.items():
+        script = (ROOT / f"launch/data/{task}.sh").read_text()
+        shown = " ".join(script.replace("\n#", " ").split())
+        assert f"state: {pipeline.defaults(plan, plan.text)} Train:" in shown or (
+            f"paper's: {pipeline.defaults(plan, plan.text)} With --text moses: {plan.vocabulary['moses']} " in shown
+        ), task
+    write_archives(pipeline, "wmt16_ende", tmp_path / "archives")
+    cache = tmp_path / "sacrebleu"
+    words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    more = ["--max-length", "100", "--ratio", "1.5", "--dedup", "--text", "raw", "--remove-identical"]
+    done = go("wmt16_ende", *words, *more, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert f"defaults of wmt16_ende: {pipeline.defaults(pipeline.TASKS['wmt16_ende'], 'raw')}" in done.stderr
+    meta = json.loads((tmp_path / "out/data/meta.json").read_text())
+    assert meta["text"]["form"] == "raw" and not (tmp_path / "out/moses").exists()
+    found = {name: meta["options"]["cleaning"][name] for name in ("max_length", "max_ratio", "keep_duplicates")}
+    assert found == {"max_length": 100, "max_ratio": 1.5, "keep_duplicates": False}
+    assert meta["options"]["cleaning"]["remove_identical"] is True
+    assert lines(tmp_path / "out/data/test.target")[7].startswith("Das wohl-bekannte Haus „No. 7“ of full & Co.")
+    again = go("wmt16_ende", *words, "--text", "moses", cache=cache)
+    assert (
+        again.returncode == 2 and "differs in " in again.stderr and "give --overwrite to replace it" in again.stderr
+    )
+    done = go("wmt16_ende", "--ratios", "1.5", cache=cache)
+    assert done.returncode == 2 and "unrecognized arguments: --ratios 1.5" in done.stderr
+
+
+def test_raw_text_of_iwslt_goes_to_the_tokenizers_of_berts(
+    pipeline: ModuleType, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    write_archives(pipeline, "iwslt14_deen", tmp_path / "archives")
+    from tests.berts import make_bert
+
+    sides = {language: content("IWSLT14", language).decode().splitlines() for language in ("de", "en")}
+    berts = [make_bert(tmp_path / name, sides[name], seed) for seed, name in enumerate(sides)]
+    words = ["--from", str(tmp_path / "archives"), "--out", str(tmp_path / "out")]
+    done = go("iwslt14_deen", *words, "--tokenizer", f"hf:{berts[0]},{berts[1]}", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    meta = json.loads((tmp_path / "out/data/meta.json").read_text())
+    assert meta["text"] == {"form": "raw", "source_lang": "de", "target_lang": "en"}
+    assert meta["options"]["cleaning"]["max_length"] == 400 and "vocabulary.source.json" in meta["files"]
+    assert (
+        lines(tmp_path / "out/data/valid.target")[0] == "The well-known house „No. 0“ of IWSLT14 & Co. costs 0,50 €."
+    )
+    assert meta["splits"]["valid"]["pairs"] == 2 * LINES
+    assert sum(file["lines"] for file in meta["inputs"]["test.source"]) == 3 * LINES
+
+
 def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: Path) -> None:
-    archives = tmp_path / "archives"
-    words = ["--from", str(archives), "--out", str(tmp_path / "out")]
-    done = go("wmt16_ende", *words)
+    archives, cache = tmp_path / "archives", tmp_path / "sacrebleu"
+    words = ["--from", str(archives), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    done = go("wmt16_ende", *words, cache=cache)
     assert done.returncode == 2 and "--from must be a directory with" in done.stderr, done.stderr
     assert f"but {archives} is not a directory" in done.stderr
-    done = go("wmt16_ende", "--outt", "x")
-    assert done.returncode == 2 and "usage: launch/data/wmt16_ende.sh [--out DIR]" in done.stderr
     archives.mkdir()
-    done = go("wmt16_ende", *words)
+    done = go("wmt16_ende", *words, cache=cache)
     assert done.returncode == 2
     assert "--from must contain training-parallel-europarl-v7.tgz" in done.stderr and " lacks " in done.stderr
     archives.rmdir()
+    write_archives(pipeline, "wmt16_ende", archives)
+    done = go("wmt16_ende", *words, cache=tmp_path / "empty")
+    assert done.returncode == 2 and "the test set wmt13 must be in sacreBLEU's cache" in done.stderr, done.stderr
+    assert (
+        f"{tmp_path / 'empty/wmt13/wmt13.en-de.src'}; run `sacrebleu -t wmt13 -l en-de --echo src ref`" in done.stderr
+    )
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(archives)
     write_archives(pipeline, "iwslt14_deen", archives)
-    assert go("iwslt14_deen", *words).returncode == 0
+    words += ["--text", "moses"]
+    assert go("iwslt14_deen", *words, cache=cache).returncode == 0
     archive = archives / "de-en.tgz"
     archive.write_bytes(archive.read_bytes()[:-20])
-    done = go("iwslt14_deen", *words)
+    done = go("iwslt14_deen", *words, cache=cache)
     assert done.returncode == 2 and "must have the SHA-256" in done.stderr and "remove it" in done.stderr
     write_archives(pipeline, "iwslt14_deen", tmp_path / "others")
     with tarfile.open(tmp_path / "others/de-en.tgz", "w:gz"):
         pass
-    done = go("iwslt14_deen", "--from", str(tmp_path / "others"), "--out", str(tmp_path / "elsewhere"))
+    words = ["--from", str(tmp_path / "others"), "--out", str(tmp_path / "elsewhere")]
+    done = go("iwslt14_deen", *words, cache=cache)
     assert done.returncode == 2 and "must contain de-en/train.tags.de-en.de, but does not" in done.stderr
 
 

@@ -70,7 +70,7 @@ def test_the_launcher_trains_across_two_hosts(hosts: list[str], data: Path, tmp_
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     run = tmp_path / "run"
-    settings = [*small, "engine.name=deepspeed", "engine.ds_config=zero2", "validation.bleu=false"]
+    settings = [*small, "engine.name=deepspeed", "engine.ds_config=zero2", "validation.metrics=[]"]
     words = ["--hostfile", str(hostfile), "--master", ADDRESSES[0], "--port", "29650", "--interface", "eth0"]
     training = ["--", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *settings]
     environment = environment_of_a_shell()
@@ -132,7 +132,7 @@ def test_training_is_started_stopped_and_resumed_by_ssh(
     run = tmp_path / "a run (first)"
     words = ["--hostfile", str(hostfile), "--port", "29651", "--interface", "eth0", "--"]
     training = ["--recipe", "transformer_base", "--data", str(data), *small, "engine.name=plain"]
-    training += ["validation.bleu=false", "training.validate_every=100000", "training.save_every=4"]
+    training += ["validation.metrics=[]", "training.validate_every=100000", "training.save_every=4"]
     command = ["ip", "netns", "exec", hosts[0], str(ROOT / "launch/multinode.sh"), *words, *training, "--run"]
     environment = environment_of_a_shell()
     environment["PATH"] = f"{ssh}:{environment['PATH']}"

@@ -23,7 +23,7 @@ class Run:
         self.path, self._scratch = path, scratch
         words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(path), *settings]
         self.command = ["-m", "deepspeed_nmt", *words, "engine.name=plain", "training.save_every=4"]
-        self.command += ["training.validate_every=100000", "validation.bleu=false", "collapse.every=0"]
+        self.command += ["training.validate_every=100000", "validation.metrics=[]", "collapse.every=0"]
 
     def updates(self) -> list[int]:
         """Return the updates of the complete checkpoints."""

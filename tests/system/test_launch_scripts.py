@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 def test_local_trains_and_ctrl_c_stops_it(data: Path, small: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small, "validation.bleu=false"]
+    words = ["--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small, "validation.metrics=[]"]
     command = [str(ROOT / "launch/local.sh"), "--ranks", "2", "--cpu", "--", *words]
     endless = [*command, "training.max_updates=100000", "training.validate_every=100000", "training.save_every=4"]
     with (tmp_path / "log").open("wb") as log:
@@ -76,7 +76,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def endless(data: Path, small: list[str], run: Path) -> list[str]:
     words = ["--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small, "engine.name=plain"]
-    words += ["validation.bleu=false", "training.max_updates=100000", "training.validate_every=100000"]
+    words += ["validation.metrics=[]", "training.max_updates=100000", "training.validate_every=100000"]
     return [*words, "training.save_every=4", "engine.silent_s=3"]
 
 

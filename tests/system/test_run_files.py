@@ -108,6 +108,12 @@ def test_lost_settings_are_restored_and_changed_ones_refused(run: Path, capsys: 
     assert "delete it to restore it from the newest checkpoint" in capsys.readouterr().err
 
 
+def test_a_changed_optimizer_is_logged_when_a_run_is_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(run) == 0 and "other settings" not in capsys.readouterr().err
+    assert train(run, *SETTINGS, "optimizer.clip_norm=0", "training.log_every=1") == 0
+    assert f"{run} continues with other settings: optimizer.clip_norm was 1.0 and is 0.0\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("harm", ["flip", "remove"])
 def test_a_lost_record_of_the_data_is_restored(run: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     record = run / "data.json"

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.run.manifest import DataRecord, replace_files
+from deepspeed_nmt.text import TextForm, detokenise
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
-from tests.support import ROOT, assert_same, rank_environment, run_ranks
+from tests.support import ROOT, assert_same, change_settings, rank_environment, run_ranks
 from tests.system.conftest import SMALL
 
 
@@ -72,7 +74,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
         ),
         *("collapse/cross_share/layer_01", "collapse/cross_share/layer_02"),
         *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu"),
-        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory"),
+        *("perf/target_tokens_per_s", "perf/padding", "perf/data_wait", "perf/memory", "perf/hours"),
     }
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
@@ -357,7 +359,7 @@ def test_a_stop_request_during_the_start_ends_the_run_before_its_first_update(
 
 def test_patience_stops_a_run_that_no_longer_improves(data: Path, tmp_path: Path, small: list[str]) -> None:
     run = tmp_path / "run"
-    frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.best_by=loss", "validation.bleu=false"]
+    frozen = ["optimizer.lr=1e-30", "schedule.initial_lr=0", "validation.metrics=[]"]
     settings = [*small, *frozen, "training.patience=2", "training.max_updates=400"]
     for _ in range(2):  # it is still finished when started again
         assert train(data, run, *settings) == 0
@@ -379,3 +381,81 @@ def test_a_run_resumes_with_its_own_settings_and_data(
     assert main(["train", "--run", "run", "training.max_updates=14"]) == 0
     assert Checkpoint(run / "checkpoints" / "update-0000014").progress.update == 14
     assert "dim: 32" in (run / "config.yaml").read_text()
+
+
+def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sample text is plain, but has its full stops at words, which only tokens lack."""
+    run, moses, text = tmp_path / "run", tmp_path / "data", data.parent / "text"
+    words = ["prepare", "--out", str(moses), "--vocab-size", "500"]
+    for split in ("train", "valid", "test"):
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    assert main([*words, "--text", "moses", "--source-lang", "en", "--target-lang", "de"]) == 0
+    shutil.copytree(whole, run)
+    assert json.loads((run / "data.json").read_text())["text"]["form"] == "raw"
+    metrics = ["validation.metrics=[bleu,bleu_tokenised,chrf,ter]", "validation.best_by=ter"]
+    assert train(moses, run, *SMALL, *metrics, "training.max_updates=13", "collapse.every=0") == 0
+    said = capsys.readouterr().err
+    assert "; detokenised by Moses' rules for de" in said
+    assert "valid/bleu_tokenised: nrefs:1|case:mixed|eff:no|tok:none" in said and ", valid ter " in said
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {tag for tag in last if tag.startswith("valid/")} == {
+        *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu", "valid/bleu_tokenised", "valid/chrf", "valid/ter")
+    }
+    checkpoint = Checkpoint(run / "checkpoints" / "update-0000013")
+    progress = checkpoint.progress
+    assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/ter", 13, -last["valid/ter"])
+    record = checkpoint.run
+    assert record is not None and record.text == TextForm(form="moses", source_lang="en", target_lang="de")
+    outputs = {}
+    for path, option in (
+        (run, []),
+        (run, ["--detokenise"]),
+        (run, ["--detokenise", "fr"]),
+        (whole, ["--detokenise"]),
+    ):
+        out = tmp_path / "out"
+        command = ["translate", "--run", str(path), "--checkpoint", "update-0000012", "--beam", "1", *option]
+        assert main([*command, "--input", str(text / "test.en"), "--output", str(out)]) == 0
+        outputs[(path, *option)] = out.read_text(encoding="utf-8").splitlines()
+    tokens = outputs[run,]
+    assert outputs[run, "--detokenise"] == detokenise(tokens, "de")
+    assert outputs[run, "--detokenise", "fr"] == detokenise(tokens, "fr")
+    assert outputs[whole, "--detokenise"] == tokens, "raw text is plain already"
+    assert main(["translate", "--run", str(run), "--input", "-", "--output", "-", "--detokenise", "German"]) == 2
+    assert "--detokenise must be a language code, for example de, but is 'German'" in capsys.readouterr().err
+
+
+def test_a_run_with_the_settings_of_older_versions_is_resumed_and_translates(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["validation"] = {"bleu": True, "best_by": "bleu", "max_sentences": 7, "max_tokens": 4096}
+    change_settings(run, config)
+    record = json.loads((run / "data.json").read_text())
+    del record["text"]
+    replace_files(run, {"data.json": json.dumps(record).encode()})
+    out = tmp_path / "out"
+    command = [
+        "translate",
+        "--run",
+        str(run),
+        "--input",
+        str(run / "config.yaml"),
+        "--output",
+        str(out),
+        "--beam",
+        "1",
+    ]
+    assert main(command) == 0
+    assert main([*command, "--detokenise"]) == 2
+    assert "--detokenise needs a run that records the form of its text, but" in capsys.readouterr().err
+    assert main([*command, "--detokenise", "de"]) == 0
+    assert main(["train", "--run", str(run), "training.max_updates=13", "collapse.every=0"]) == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {tag for tag in last if tag.startswith("valid/")} == {"valid/loss", "valid/nll", "valid/ppl", "valid/bleu"}
+    now = yaml.safe_load((run / "config.yaml").read_text())["validation"]
+    assert (now["metrics"], now["best_by"], "bleu" in now) == ("auto", "auto", False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sacrebleu
 import torch
 import yaml
 
@@ -54,7 +55,7 @@ def test_a_grown_run_keeps_its_bottom(
 ) -> None:
     run = tmp_path / "grown"
     how = ["engine.name=plain"] if engine == "plain" else ["engine.name=deepspeed", f"engine.ds_config={engine}"]
-    command = words(data, run, *small, *GROW, *how, "validation.bleu=false", "validation.best_by=loss")
+    command = words(data, run, *small, *GROW, *how, "validation.metrics=[]")
     run_ranks(
         ["-m", "deepspeed_nmt", *command, "--grow-from", str(bottom), "training.max_updates=6"], 2, tmp_path, 120
     )
@@ -351,8 +352,60 @@ def test_report_depths_checks_its_options(
     assert [path.name for path in tmp_path.iterdir()] == ["depths.png"]
 
 
+def test_report_sweep_translates_a_test_set_once(
+    data: Path, bottom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [("transformer_base", [f"model.decoder_layers={layers}"]) for layers in (2, 3)]
+    monkeypatch.setattr("deepspeed_nmt.run.sweep.load_sweep", lambda name: points)
+    run = tmp_path / "runs" / "1"
+    shutil.copytree(bottom, run)
+    command = ["report", "sweep", "some", "--runs", str(run.parent), "--data", str(data), "--out"]
+    command += [str(tmp_path / "sweep.svg"), "--json", "--checkpoint"]
+
+    def reported(which: str) -> dict[str, object]:
+        capsys.readouterr()
+        assert main([*command, which]) == 0
+        row, missing = map(json.loads, capsys.readouterr().out.splitlines())
+        assert missing["status"] == "missing"
+        return row  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_nmt.run.scores.atomic_write_text", read_only)
+        first = reported("last")
+    assert not (run / "test_scores.json").exists(), "a run that cannot be written to is reported all the same"
+    hypotheses = translated(data, run, tmp_path).splitlines()
+    references = (data.parent / "text" / "test.de").read_text(encoding="utf-8").splitlines()
+    assert first["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    assert first["updates"] == 4 and first["status"] == "finished" and first["hours"] > 0.0  # type: ignore[operator]
+    assert reported("last") == first
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_nmt.run.scores.Translator.open", None)
+        assert reported("last") == first and reported("best") == first, "one checkpoint by two names"
+    (score,) = json.loads((run / "test_scores.json").read_text())["scores"]
+    assert (score["checkpoint"], score["lines"], score["value"]) == ("update-0000004", 20, first["bleu"])
+    assert main(words(data, run, "training.max_updates=6")) == 0
+    assert reported("last")["updates"] == 6
+    scores = json.loads((run / "test_scores.json").read_text())["scores"]
+    assert [each["checkpoint"] for each in scores] == ["update-0000004", "update-0000006"], "other weights"
+    report = ["report", "runs", str(run), str(bottom), "--out", str(tmp_path / "runs.svg")]
+    capsys.readouterr()
+    assert main([*report, "--json"]) == 0
+    trained, copied = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [each["value"] for each in trained["test"]] == [each["value"] for each in scores] and not copied["test"]
+    assert trained["settings"] == {"training.max_updates": 6}
+    count = sum(weight.numel() for weight in newest(run).values())
+    assert trained["parameters"] == copied["parameters"] == count
+    assert main(report) == 0
+    assert f"bleu of {data}/test.source" in capsys.readouterr().out
+
+
+def read_only(path: Path, text: str) -> None:
+    raise OSError(30, "Read-only file system", str(path))
+
+
 def test_a_model_of_many_exits_translates_at_each(
     data: Path,
+    bottom: Path,
     tmp_path: Path,
     small: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -395,9 +448,28 @@ def test_a_model_of_many_exits_translates_at_each(
     assert "<svg" in picture.read_text(encoding="utf-8")
     assert main([*report, "--max-loss", "100"]) == 0
     assert "Pareto front: " in capsys.readouterr().out
+    assert main([*report, "--run", str(bottom), "--repeat", "2", "--oracle", "--json"]) == 0
+    single, many = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(d["encoder"], d["decoder"]) for d in single["depths"]] == [(2, 2)]
+    assert single["oracle"]["sentences"] == {"2-2": 20}
+    assert [d["bleu"] for d in many["depths"]] == [d["bleu"] for d in found["depths"]]
+    assert all(depth["loading_seconds"] > 0.0 for depth in [*single["depths"], *many["depths"]])
+    assert list(many["oracle"]["cumulative"])[-1] == "2-2" and many["oracle"]["cumulative"]["2-2"] == 1.0
     assert main([*report[:-4], "--reference", str(text / "valid.de")]) == 2
     assert "must have equally many lines" in capsys.readouterr().err
     source = str(data.parent / "text" / "test.en")
     command = ["translate", "--run", str(run), "--checkpoint", "last", "--input", source, "--output", "-"]
     assert main([*command, "--encoder-layers", "3"]) == 2
     assert "n from 1 to 2 stages of the encoder" in capsys.readouterr().err
+    # As if the run were older than the weights by inverse probability.
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["objective"]["multi_softmax"].pop("inverse_probability") is True
+    change_settings(run, config)
+    assert translated(data, run, tmp_path) == whole
+    for more in ("training.max_updates=13", "training.max_updates=14"):
+        assert main(words(data, run, *small, *exits, more)) == 0, "the same command resumes it, once and again"
+        assert "inverse_probability: false" in (run / "config.yaml").read_text()
+    capsys.readouterr()
+    refused = "objective.multi_softmax.inverse_probability=true"
+    assert main(words(data, run, *small, *exits, refused)) == 2
+    assert "objective.multi_softmax.inverse_probability must stay False" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def start(data: Path, small: list[str], tmp_path: Path) -> Iterator[Start]:
         words += ["engine.name=plain", "training.max_updates=100000", "training.validate_every=100000"]
         words += [
             "training.save_every=5",
-            "validation.bleu=false",
+            "validation.metrics=[]",
             "collapse.every=0",
             "engine.silent_s=3",
             *settings,
@@ -130,7 +130,7 @@ def test_a_second_signal_ends_the_run_at_once_with_the_last_checkpoint_intact(
 ) -> None:
     run = tmp_path / "run"
     words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *small]
-    words += ["engine.name=plain", "training.save_every=3", "training.validate_every=100", "validation.bleu=false"]
+    words += ["engine.name=plain", "training.save_every=3", "training.validate_every=100", "validation.metrics=[]"]
     environment = {**rank_environment(0, 1, free_port(), tmp_path), "TROUBLE": "0:5:hang"}
     process = Program([WORKER, *words, "collapse.every=0"], environment, tmp_path / "rank0.log")
     try:

@@ -84,7 +84,7 @@ class ToyModel(TranslationModel):
 
     @override
     def begin(self) -> DecoderCache:
-        return DecoderCache(1)
+        return DecoderCache([0])
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

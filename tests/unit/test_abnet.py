@@ -8,23 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
-from deepspeed_nmt.core.model import TOP, Memory
+from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.methods.abnet import LENGTH, AbNet, masked_positions
+from deepspeed_nmt.methods.abnet import AbNet
 from deepspeed_nmt.methods.bert.config import BertShape
+from deepspeed_nmt.methods.masked_tokens import (
+    LENGTH,
+    MaskedTokens,
+    MaskedTokensConfig,
+    masked_positions,
+    source_span,
+)
 from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.search.length_penalty import LengthPenalty
 from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
+from tests.bert_equations import abnet_encode, abnet_logits, mask_predict, sentences
 from tests.support import batch_of
 from tests.unit.test_bert import batch, folders, loaded, tokenizer, transformers  # noqa: F401
 
 V = Vocabulary(40, pad=0, bos=2, eos=3, unk=1, mask=4, own_source=Vocabulary(30, pad=0, bos=2, eos=3, unk=1, mask=4))
 BOTH = pytest.mark.parametrize("recipe", ["abnet_serial", "abnet_parallel"])
+ALL = pytest.mark.parametrize(
+    "recipe", ["abnet_serial", "abnet_parallel", "abnet_original_serial", "abnet_original_parallel"]
+)
 
 
 def pairs(rows: int, longest: int, seed: int = 1, update: int = 1) -> Batch:
@@ -58,11 +69,72 @@ def test_masked_tokens_depend_only_on_seed_update_and_sentence() -> None:
     assert not torch.equal(masked_positions(replace(data, update=replace(data.update, seed=2)), V), masked)
 
 
+NOISE = MaskedTokensConfig(replacement="bert", source_rate=0.3)
+
+
+def test_noise_replaces_masked_tokens_as_bert_does() -> None:
+    data = pairs(3000, 12)
+    shown = MaskedTokens(NOISE, V).corrupted(data, training=True)
+    sides = [
+        (data.target_output_BT, shown.target_input_BT[:, 1:], masked_positions(data, V), V),
+        (data.source_BS, shown.source_BS, source_span(data, V.source, 0.3), V.source),
+    ]
+    for before, after, masked, vocabulary in sides:
+        assert torch.equal(before[~masked], after[~masked])
+        count, ordinary = int(masked.sum()), vocabulary.size - 5
+        hidden, same = (after[masked] == 4), (after[masked] == before[masked])
+        other = after[masked & (after != 4) & (after != before)]
+        assert float(hidden.sum()) / count == pytest.approx(0.8, abs=0.02)
+        assert float(same.sum()) / count == pytest.approx(0.1 + 0.1 / ordinary, abs=0.015)
+        assert sorted(set(other.tolist())) == list(range(5, vocabulary.size)), "any token but the special ones"
+        assert other.bincount(minlength=vocabulary.size)[5:].float().std() < 0.5 * len(other) / ordinary
+    assert torch.equal(shown.target_input_BT[:, 0], data.target_input_BT[:, 0])
+    assert torch.equal(shown.target_output_BT, data.target_output_BT), "the loss sees the whole target"
+
+
+def test_the_masked_span_of_a_source_is_contiguous() -> None:
+    data = pairs(3000, 12)
+    words = data.source_BS.ge(5)
+    span = source_span(data, V.source, 0.3)
+    assert not (span & ~words).any()
+    lengths = words.sum(1)
+    assert span.sum(1).tolist() == [max(1, round(0.3 * n)) for n in lengths.tolist()]
+    starts = span.int().argmax(1) - 1
+    assert all(row[start + 1 : start + 1 + row.sum()].all() for row, start in zip(span, starts, strict=True))
+    # Of sources of 12 tokens a span of 4 starts at 0 to 8: 0.2 + 0.6 / 9 at either end, 0.6 / 9 elsewhere.
+    frequency = starts[lengths == 12].bincount(minlength=9) / float((lengths == 12).sum())
+    assert frequency[[0, 8]].tolist() == pytest.approx([0.2 + 0.6 / 9] * 2, abs=0.07)
+    assert frequency[1:8].tolist() == pytest.approx([0.6 / 9] * 7, abs=0.06)
+
+
+def test_noise_depends_only_on_seed_update_and_sentence() -> None:
+    data, objective = pairs(200, 12), MaskedTokens(NOISE, V)
+    whole = objective.corrupted(data, training=True)
+    rows = slice(37, 99)
+    part = replace(
+        data,
+        source_BS=data.source_BS[rows],
+        target_input_BT=data.target_input_BT[rows],
+        target_output_BT=data.target_output_BT[rows],
+        sentence_ids_B=data.sentence_ids_B[rows],
+    )
+    alone = objective.corrupted(part, training=True)
+    assert torch.equal(alone.source_BS, whole.source_BS[rows])
+    assert torch.equal(alone.target_input_BT, whole.target_input_BT[rows])
+    for update in (replace(data.update, number=2), replace(data.update, seed=2)):
+        other = objective.corrupted(replace(data, update=update), training=True)
+        assert not torch.equal(other.source_BS, whole.source_BS)
+    quiet = objective.corrupted(data, training=False)
+    masked = masked_positions(data, V)
+    assert quiet.source_BS is data.source_BS, "validation reads the whole source"
+    assert torch.equal(quiet.target_input_BT[:, 1:], data.target_output_BT.masked_fill(masked, 4))
+
+
 @BOTH
 def test_without_its_adapters_it_equals_the_frozen_berts(recipe: str, folders: tuple[Path, Path], tokenizer) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
     model, data = loaded(recipe, folders, tokenizer.vocabulary), batch(tokenizer)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trained and all("adapter" in name or "cross" in name or name.startswith("length.") for name in trained)
+    assert trained and all("adapter" in name or "cross" in name or name.startswith("length") for name in trained)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (
@@ -100,10 +172,12 @@ def small(recipe: str, *settings: str) -> AbNet:
     return model.eval()
 
 
+@pytest.mark.parametrize("average", ["sentences", "tokens"])
 @BOTH
-def test_the_loss_is_of_the_masked_tokens_and_of_the_length(recipe: str) -> None:
+def test_the_loss_is_of_the_masked_tokens_and_of_the_length(recipe: str, average: str) -> None:
     model, data = small(recipe), pairs(5, 9)
-    config = load_config(recipe, settings=["objective.masked_tokens.length_weight=0.3"])
+    weight = ["objective.masked_tokens.length_weight=0.3", f"objective.masked_tokens.length_average={average}"]
+    config = load_config(recipe, settings=weight)
     found = build_objective(config, V)(model.train(), data)
     masked = masked_positions(data, V)
     shown = torch.cat([data.target_input_BT[:, :1], data.target_output_BT.masked_fill(masked, 4)], dim=1)
@@ -112,7 +186,8 @@ def test_the_loss_is_of_the_masked_tokens_and_of_the_length(recipe: str) -> None
     expected = F.cross_entropy(logits[masked], data.target_output_BT[masked], reduction="sum", label_smoothing=0.1)
     nll = F.cross_entropy(logits[masked], data.target_output_BT[masked], reduction="sum")
     lengths = data.target_input_BT.ne(0).sum(1) - 1
-    length = F.cross_entropy(model.lengths(memory), lengths) * data.target_tokens
+    length = F.cross_entropy(model.lengths(memory), lengths, reduction="sum")
+    length = length * (data.target_tokens / data.rows if average == "sentences" else 1.0)
     torch.testing.assert_close(found.loss, 2 * expected + 0.3 * length)
     torch.testing.assert_close(found.nll, 2 * nll)
     torch.testing.assert_close(found.metrics[LENGTH], length)
@@ -121,79 +196,56 @@ def test_the_loss_is_of_the_masked_tokens_and_of_the_length(recipe: str) -> None
         assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
-def test_parallel_adapters_follow_their_formula() -> None:
-    model = small("abnet_parallel")
-    layer, part = model.decoder.layers[0], model.decoder.layers[0].layer
-    h, r = torch.randn(1, 4, 16), torch.randn(1, 3, 16)
-    from deepspeed_nmt.nn.layers import Context
+@ALL
+def test_the_whole_model_follows_its_equations(recipe: str) -> None:
+    """In float64: logits, lengths and gradients of a padded batch, against single sentences."""
+    model, data = small(recipe).double(), pairs(4, 6)
+    tokens = torch.cat([data.target_input_BT[:, :1], data.target_output_BT], dim=1)
+    memory = model.encode(data.source_BS)
+    found = [model.projection(model.decode(tokens, memory)[0])[tokens.ne(0)], model.lengths(memory)]
+    encoded, lengths = zip(*(abnet_encode(model, row) for row in sentences(data.source_BS, 0)), strict=True)
+    rows = zip(encoded, sentences(tokens, 0), strict=True)
+    expected = [torch.cat([abnet_logits(model, *row) for row in rows]), torch.stack(lengths)]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = []
+    for ours in (found, expected):
+        torch.manual_seed(2)
+        total = sum((each * torch.randn_like(each)).sum() for each in ours)
+        gradients.append(torch.autograd.grad(total, list(trained.values())))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        assert theirs.std() > 0.5
+    for name, ours, theirs in zip(trained, *gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9, msg=name)
 
-    def norm(residual, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        return F.layer_norm(x, (16,), residual.norm.weight, residual.norm.bias, 1e-12)
 
+@pytest.mark.parametrize(
+    ("recipe", "penalty"),
+    [
+        ("abnet_serial", "mean"),
+        ("abnet_parallel", "none"),
+        ("abnet_original_serial", "gnmt:1.1"),
+        ("abnet_original_parallel", "power:0.5"),
+    ],
+)
+def test_mask_predict_follows_its_paper(recipe: str, penalty: str) -> None:
+    """Candidates of a padded batch, against a plain port that translates one sentence after another."""
+    model, data = small(recipe).double(), pairs(4, 6)
     with torch.no_grad():
-        a = norm(part.self_residual, h + part.self_attention(h, h)) + layer.cross_attention(
-            norm(layer.cross_residual, h), r
-        )
-        expected = norm(part.feed_forward_residual, a + part.feed_forward(a)) + layer.adapter(
-            norm(layer.adapter_residual, a)
-        )
-        torch.testing.assert_close(layer(h, Context(memory_BSD=r)), expected)
-
-
-class Oracle:
-    """Model that predicts token 10 + i at place i, surely if the token before is known, otherwise a wrong token."""
-
-    mask, longest_target = 4, 12
-
-    def __init__(self) -> None:
-        self.shown: list[Tensor] = []
-
-    def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
-        return Memory(source_BS.unsqueeze(2).float(), None)
-
-    def lengths(self, memory: Memory) -> Tensor:
-        logits = torch.full((memory.states_BSD.shape[0], 20), -9.0)
-        logits[:, 6], logits[:, 4], logits[:, 0], logits[:, 15] = 1.0, 0.5, 5.0, 4.0
-        return logits
-
-    def guess(self, tokens_RT: Tensor, wanted_RT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        self.shown.append(tokens_RT.clone())
-        assert torch.equal(wanted_RT, tokens_RT.eq(4))
-        place = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
-        left_seen = F.pad(tokens_RT[:, :-1], (1, 0), value=4).ne(4)
-        log_p_RT = torch.where(left_seen, -0.1, -1.0 - 0.01 * place)
-        return torch.where(left_seen, 10 + place, 30)[wanted_RT], log_p_RT[wanted_RT]
-
-
-def test_the_least_probable_tokens_are_predicted_again() -> None:
-    oracle = Oracle()
-    search = MaskPredict(MaskPredictConfig(iterations=3, length_beam=2), oracle, V)
-    assert search.config.width == 2
-    ((best, second),) = search.search(torch.tensor([[5, 3]]))
-    # Lengths of zero and beyond the model's maximum are not tried.
-    assert {len(best.tokens), len(second.tokens)} == {6, 4}
-    first, again, third = oracle.shown
-    assert first.tolist() == [[2, 4, 4, 4, 4, 4, 4, 3], [2, 4, 4, 4, 4, 3, 0, 0]]
-    # The 4 least probable of 6 tokens are masked, then 2; of 4 tokens 2, then 1. The certain token stays.
-    assert again.eq(4).sum(1).tolist() == [4, 2] and third.eq(4).sum(1).tolist() == [2, 1]
-    assert again.tolist()[0] == [2, 11, 30, 4, 4, 4, 4, 3]
-    assert best.score >= second.score and best.score == pytest.approx(best.log_prob / len(best.tokens))
-    once = MaskPredict(MaskPredictConfig(iterations=1, length_beam=1), Oracle(), V).search(torch.tensor([[5, 3]]))
-    assert once[0][0].tokens == [11, 30, 30, 30, 30, 30]
-
-
-@BOTH
-def test_a_translation_does_not_depend_on_the_batch(recipe: str) -> None:
-    model, data = small(recipe), pairs(6, 9)
-    search = MaskPredict(MaskPredictConfig(iterations=4, length_beam=3), model, V)
-    together = search.search(data.source_BS)
-    for row, found in enumerate(together):
-        length = int(data.source_BS[row].ne(0).sum())
-        (alone,) = search.search(data.source_BS[row : row + 1, :length], padded=False)
-        assert [each.tokens for each in alone] == [each.tokens for each in found]
-        assert [each.score for each in alone] == pytest.approx([each.score for each in found], abs=1e-4)
-        assert not {0, 2, 3, 4} & {token for each in found for token in each.tokens}
-        assert len({len(each.tokens) for each in found}) == 3 and all(len(each.tokens) <= 22 for each in found)
+        model.source_embedding.weight.mul_(10.0)  # so that the sentences differ in their lengths
+        if model.length.bias is not None:
+            model.length.bias[[0, 23]] = 50.0  # no translation has none, or more tokens than the model reads
+        config = MaskPredictConfig(iterations=4, length_beam=3, length_penalty=penalty)
+        found = MaskPredict(config, model, V).search(data.source_BS)
+        for row, source in zip(found, sentences(data.source_BS, 0), strict=True):
+            expected = mask_predict(model, source, 4, 3, LengthPenalty.parse(penalty))
+            assert [each.tokens for each in row] == [tokens for tokens, _ in expected]
+            assert [each.score for each in row] == pytest.approx([score for _, score in expected], abs=1e-5)
+            assert [each.log_prob for each in row] == pytest.approx(
+                [score * LengthPenalty.parse(penalty)(len(tokens)) for tokens, score in expected], abs=1e-4
+            )
+    assert not {0, 2, 3, 4} & {token for row in found for each in row for token in each.tokens}
+    assert len({frozenset(len(each.tokens) for each in row) for row in found}) > 1
 
 
 def test_beam_search_is_refused() -> None:
@@ -201,7 +253,7 @@ def test_beam_search_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
         model.begin()
     with pytest.raises(ConfigError, match=r"use search.name=mask_predict"):
-        model.step(torch.tensor([2]), model.encode(torch.tensor([[2, 5, 3]])), DecoderCache(1))
+        model.step(torch.tensor([2]), model.encode(torch.tensor([[2, 5, 3]])), DecoderCache([0]))
     with pytest.raises(ConfigError, match="has no exits but the top"):
         model.at_exit("1-1")
     assert model.at_exit(TOP) is model and model.stages == (1, 1)

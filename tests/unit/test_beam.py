@@ -162,7 +162,7 @@ def test_finished_sentences_leave_the_batch_and_cross_keys_are_not_copied(monkey
 
     def spy(tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         logits: Tensor = step(tokens_R, memory, cache)
-        crosses = {layer.cross.keys.shape[0] for layer in cache.layers if layer.cross is not None}
+        crosses = {each.keys.shape[0] for layer in cache.layers if (each := layer.source.projected) is not None}
         assert crosses == {memory.states_BSD.shape[0]}
         seen.append((tokens_R.shape[0], memory.states_BSD.shape[0]))
         return logits
@@ -200,7 +200,7 @@ class Bigram(DecodableModel):
         return self  # the only exit
 
     def begin(self) -> DecoderCache:
-        return DecoderCache(0)
+        return DecoderCache()
 
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         return self.logits_VV[tokens_R]

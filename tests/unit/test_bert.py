@@ -17,7 +17,9 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.parallel_decoder import BertTransformer
+from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests.bert_equations import decoder_logits, sentences
 from tests.berts import make_bert, transformers
 from tests.support import batch_of
 
@@ -109,72 +111,111 @@ def test_a_parallel_decoder_without_its_fusion_equals_a_causal_bert(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_the_coordinator_encodes_the_prefix_as_a_causal_bert(
-    folders: tuple[Path, Path], tokenizer: BertTokenizer
-) -> None:
-    model, data = (
-        loaded("bert_coordinator", folders, tokenizer.vocabulary, "model.coordinator_layers=2"),
-        batch(tokenizer),
-    )
-    prefix = model.target_embedding(data.target_input_BT[:1])
-    from deepspeed_nmt.nn.layers import Context
+WHOLE = [
+    *(("bert_parallel", f"model.fusion_scale={scale}") for scale in ("1", "0.5", "learned")),
+    ("bert_serial",),
+    ("bert_init_transformer",),
+    ("bert_coordinator", "model.coordinator_layers=2"),
+]
 
+
+@pytest.mark.parametrize("settings", WHOLE, ids=" ".join)
+def test_a_whole_decoder_follows_its_equations(settings: tuple[str, ...]) -> None:
+    """In float64, with all sub-layers active: logits and gradients of a padded batch, against single sentences."""
+    shape = {"dim": 12, "ffn_dim": 20, "positions": 16}
+    sides = {"source": {**shape, "layers": 2, "heads": 2}, "target": {**shape, "layers": 4, "heads": 3}}
+    config = load_config(settings[0], settings=[*settings[1:], *(f"model.{k}={v}" for k, v in sides.items())])
+    vocabulary = Vocabulary(23, pad=0, bos=1, eos=2, unk=3, mask=4, own_source=Vocabulary(19, pad=0, bos=1, eos=2))
+    model = build_model(config, vocabulary).double().eval().requires_grad_(True)
+    torch.manual_seed(6)
     with torch.no_grad():
-        for layer in list(model.decoder.layers)[:4]:
-            prefix = layer(prefix, Context())
-        expected = causal(folders[1]).bert(data.target_input_BT[:1]).last_hidden_state
-    torch.testing.assert_close(prefix, expected, rtol=0, atol=1e-5)
-    assert len(model.decoder.layers) == 4 + 2
-    assert model.projection.weight is not model.target_embedding.weight
-    assert torch.equal(model.projection.weight, model.target_embedding.weight), (
-        "the projection is initialized as a copy"
-    )
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    source = torch.tensor([[1, 5, 6, 7, 2], [1, 8, 2, 0, 0], [1, 9, 10, 2, 0]])
+    target = torch.tensor([[1, 11, 0, 0], [1, 12, 13, 14], [1, 15, 16, 0]])
+    found = model.projection(model.decode(target, model.encode(source))[0])
+    rows = zip(sentences(source, 0), sentences(target, 0), strict=True)
+    expected = torch.cat([decoder_logits(model, *row) for row in rows])
+    torch.testing.assert_close(found[target.ne(0)], expected, rtol=0, atol=1e-10)
+    assert expected.std() > 0.5
+    towards = torch.randn_like(expected)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = (torch.autograd.grad((x * towards).sum(), parameters) for x in (found[target.ne(0)], expected))
+    for name, ours, theirs in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_a_parallel_layer_follows_equations_7_to_10(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
-    """The equations use the sub-layers of `transformers`. Cross-attention is its attention over other states."""
-    model, data = loaded("bert_parallel", folders, tokenizer.vocabulary), batch(tokenizer)
-    bert_layer = causal(folders[1]).bert.encoder.layer[0]
-    torch.manual_seed(3)
-    h, r = torch.randn(1, 5, 32), torch.randn(1, 4, 32)
-
-    def attend(query: Tensor, memory: Tensor, hidden: Tensor | None) -> Tensor:
-        part = bert_layer.attention.self
-        q, k, v = (
-            f(x).view(1, -1, 4, 8).transpose(1, 2)
-            for f, x in ((part.query, query), (part.key, memory), (part.value, memory))
-        )
-        scores = q @ k.transpose(2, 3) / 8**0.5
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -torch.inf)
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(1, -1, 32)
-        return bert_layer.attention.output(out, query)
-
-    def fed(x: Tensor) -> Tensor:
-        return bert_layer.output(bert_layer.intermediate(x), x)
-
-    from deepspeed_nmt.nn.layers import Context
-
-    with torch.no_grad():
-        a = attend(h, h, torch.ones(5, 5, dtype=torch.bool).triu(1)) + attend(h, r, None)
-        found = model.decoder.layers[0](h, Context(memory_BSD=r))
-        torch.testing.assert_close(found, fed(a) + fed(a), rtol=0, atol=1e-5)
-    assert data.rows == 2
-
-
-def test_a_serial_layer_has_the_weights_of_two_adjacent_layers(
-    folders: tuple[Path, Path], tokenizer: BertTokenizer
+@pytest.mark.parametrize(
+    ("recipe", "first", "second"),
+    [
+        ("bert_parallel", 1, 0),
+        ("bert_serial", 2, 1),
+        ("bert_init_transformer", 1, None),
+        ("bert_coordinator", 1, None),
+    ],
+)
+def test_a_decoder_layer_has_the_weights_of_its_bert_layers(
+    recipe: str, first: int, second: int | None, folders: tuple[Path, Path], tokenizer: BertTokenizer
 ) -> None:
-    model = loaded("bert_serial", folders, tokenizer.vocabulary)
+    """Layer n has layer ``first`` n as its encoding sub-layer, and that plus ``second`` as its fusion sub-layer."""
+    model = loaded(recipe, folders, tokenizer.vocabulary, "model.coordinator_layers=2")
     weights = transformers.BertForMaskedLM.from_pretrained(folders[1]).state_dict()
-    assert len(model.decoder.layers) == 2
-    for number, layer in enumerate(model.decoder.layers):
-        below, above = f"bert.encoder.layer.{2 * number}", f"bert.encoder.layer.{2 * number + 1}"
-        assert torch.equal(layer.self_attention.q_proj.weight, weights[f"{below}.attention.self.query.weight"])
-        assert torch.equal(layer.feed_forward.up_proj.bias, weights[f"{below}.intermediate.dense.bias"])
-        assert torch.equal(layer.cross_attention.v_proj.bias, weights[f"{above}.attention.self.value.bias"])
-        assert torch.equal(layer.cross_residual.norm.weight, weights[f"{above}.attention.output.LayerNorm.weight"])
-        assert torch.equal(layer.fusion.down_proj.weight, weights[f"{above}.output.dense.weight"])
+    attention = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "out_proj": "output.dense"}
+    network = {"up_proj": "intermediate.dense", "down_proj": "output.dense"}
+
+    def check(layer: Any, number: int, attending: str, feeding: str) -> None:
+        prefix = f"bert.encoder.layer.{number}"
+        names = {f"{attending}_attention.{ours}": f"{prefix}.attention.{hf}" for ours, hf in attention.items()}
+        names |= {f"{feeding}.{ours}": f"{prefix}.{hf}" for ours, hf in network.items()}
+        names[f"{attending}_residual.norm"] = f"{prefix}.attention.output.LayerNorm"
+        names[f"{feeding}_residual.norm"] = f"{prefix}.output.LayerNorm"
+        for ours, theirs in names.items():
+            for name, parameter in layer.get_submodule(ours).named_parameters():
+                assert torch.equal(parameter, weights[f"{theirs}.{name}"]), (ours, name)
+
+    layers = list(model.decoder.layers)[: 4 // first]
+    assert len(layers) == 4 // first and len(model.decoder.layers) == len(layers) + 2 * (recipe == "bert_coordinator")
+    for number, layer in enumerate(layers):
+        check(layer, first * number, "self", "feed_forward")
+        if second is not None:
+            check(layer, first * number + second, "cross", "fusion")
+    words = weights["bert.embeddings.word_embeddings.weight"][: tokenizer.vocabulary.size]
+    assert torch.equal(model.target_embedding.weight, words) and torch.equal(model.projection.weight, words)
+    assert (model.projection.weight is model.target_embedding.weight) == (recipe != "bert_coordinator")
+
+
+def test_the_fusion_scale_keeps_the_scale_of_bert(folders: tuple[Path, Path], tokenizer: BertTokenizer) -> None:
+    """F_c starts as F, so the plain sum of equation 7 is twice the state of a BERT layer."""
+    data = batch(tokenizer)
+
+    def layer_and_ratio(scale: str) -> tuple[Any, float]:
+        model = loaded("bert_parallel", folders, tokenizer.vocabulary, f"model.fusion_scale={scale}")
+        layer = model.decoder.layers[0]
+        seen: list[Tensor] = []
+        layer.fusion_residual.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        memory = model.encode(data.source_BS)
+        state = layer(model.target_embedding(data.target_input_BT), Context(memory.mask, memory.states_BSD))
+        return layer, float((state / seen[0]).mean())
+
+    with torch.no_grad():
+        assert layer_and_ratio("1")[1] == pytest.approx(2.0)
+        assert layer_and_ratio("0.5")[1] == pytest.approx(1.0)
+        layer, ratio = layer_and_ratio("learned")
+    assert ratio == pytest.approx(1.0) and layer.fusion_scale.tolist() == [0.5, 0.5]
+    assert layer.fusion_scale.requires_grad
+
+
+def test_runs_with_and_without_learned_fusion_scales_do_not_share_weights() -> None:
+    plain, half, learned = (
+        load_config("bert_parallel", settings=[f"model.fusion_scale={scale}"]).model for scale in (1, 0.5, "learned")
+    )
+    for here, there in ((plain, learned), (learned, half)):
+        with pytest.raises(ConfigError, match=r"model.fusion_scale must be learned if and only if it is in RUN"):
+            here.check_weights_of(there, "RUN")
+    half.check_weights_of(plain, "RUN")
+    assert half.composition_differences(plain) == ["model.fusion_scale is 1.0 there and 0.5 here"]
+    frozen = load_config("bert_parallel_frozen").model
+    assert frozen.check_weights_of(plain, "RUN") is None and not frozen.composition_differences(plain)
 
 
 @pytest.mark.parametrize("recipe", AUTOREGRESSIVE)
@@ -295,6 +336,9 @@ def small(model: Any) -> Any:
         (["", "search.name=mask_predict"], "decodes models that guess masked tokens, but model.name=transformer"),
         (["bert_scratch_transformer", "model.freeze=[encoder]"], "freeze must be [] if pretrained is false"),
         (["bert_serial", "model.target.layers=3"], "an even number of layers"),
+        (["bert_serial", "model.fusion_scale=0.5"], "fusion_scale must be 1 unless decoder is parallel, but is 0.5"),
+        (["bert_parallel", "model.fusion_scale=2"], "must be a number above 0 and at most 1, or learned, but is 2"),
+        (["abnet_serial", "model.cross_heads=5"], "cross_heads must divide target.dim, but is 5"),
         (
             ["abnet_serial", "objective.masked_tokens=null", "objective.label_smoothed.smoothing=0.1"],
             "is trained by objective.masked_tokens",

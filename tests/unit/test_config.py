@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.config import RunConfig, load_config, load_recorded, validate_recorded
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.methods.consistency import ConsistencyConfig
+from deepspeed_nmt.methods.recurrent import RecurrentConfig
 from deepspeed_nmt.methods.transformer import TransformerConfig
 from deepspeed_nmt.recipes import load_sweep, recipes, sweeps
+from deepspeed_nmt.registry import older
 from deepspeed_nmt.settings_reference import settings_reference
+from deepspeed_nmt.train.optimizer import OptimizerConfig
 from tests.support import ROOT
 
 
@@ -186,6 +191,64 @@ def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
     assert load_config(file=file) == config != RunConfig()
 
 
+def test_recipes_of_the_deep_decoder_paper_neither_clip_nor_scale_initialisation_unless_stabilised() -> None:
+    names = [name for name in recipes() if name.startswith(("transformer_", "deep_"))]
+    assert len(names) > 30
+    for name in names:
+        config = load_config(name).model_dump()
+        expected = ("depth_scaled", 1.0) if name.endswith("_stabilised") else ("xavier", 0.0)
+        assert (config["model"]["init"], config["optimizer"]["clip_norm"]) == expected, name
+
+
+@pytest.fixture
+def newer_beta2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting optimizer.beta2 as if it were newer than some runs, which computed with 0.5."""
+    monkeypatch.setattr(OptimizerConfig.model_fields["beta2"], "json_schema_extra", older(0.5))
+
+
+@pytest.mark.usefixtures("newer_beta2")
+def test_a_setting_that_a_run_lacks_has_the_value_of_older_runs(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    settings = yaml.safe_load(RunConfig().to_yaml())
+    del settings["optimizer"]["beta2"]
+    file.write_text(yaml.safe_dump(settings))
+    assert load_recorded(file).optimizer.beta2 == validate_recorded(settings).optimizer.beta2 == 0.5
+    assert load_config(file=file).optimizer.beta2 == RunConfig().optimizer.beta2, "a user's file has the default"
+    assert load_config(resumed=file).optimizer.beta2 == 0.5, "the resumed run stays as it is"
+    assert load_config("transformer_base", resumed=file).optimizer.beta2 == 0.98, "the recipe gives it"
+    assert load_config(settings=["optimizer.beta2=0.9"], resumed=file).optimizer.beta2 == 0.9
+    del settings["optimizer"]
+    assert validate_recorded(settings).optimizer.beta2 == 0.5, "the section is newer than the run"
+    file.write_text(load_recorded(file).to_yaml())
+    assert load_config(resumed=file).optimizer.beta2 == 0.5, "once resumed, the run records it"
+    file.write_text(RunConfig().to_yaml())
+    assert load_recorded(file) == load_config(resumed=file) == RunConfig(), "a run that has the setting"
+
+
+def test_settings_of_older_runs_follow_the_parts_that_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ConsistencyConfig.model_fields["every"], "json_schema_extra", older(3))
+    monkeypatch.setattr(RecurrentConfig.model_fields["decoder_loops"], "json_schema_extra", older(4))
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {name: recurrent}\nobjective: {label_smoothed: {}, ddr: {weight: 2.0}}\n")
+    config = load_recorded(file)
+    assert config.objective["ddr"].model_dump() == {"weight": 2.0, "every": 3}
+    assert config.model.model_dump()["decoder_loops"] == 4
+    other = load_config("transformer_base", resumed=file)
+    assert set(other.objective) == {"label_smoothed"} and other.model.name == "transformer"
+    for wrong in ("model: 3", "model: {name: 3}", "objective: 3", "objective: {ddr: 3}", "optimizer: 3"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError):
+            load_recorded(file)
+
+
+def test_runs_from_before_loops_and_exits_were_corrected_compute_as_before() -> None:
+    config = validate_recorded({"model": {"name": "recurrent"}, "objective": {"multi_softmax": {"exits": "2x2"}}})
+    assert config.model.model_dump()["deepnorm_depth"] == "layers"
+    assert config.objective["multi_softmax"].model_dump()["inverse_probability"] is False
+
+
 @pytest.mark.parametrize(
     ("recipe", "vocab", "millions"),
     [
@@ -194,6 +257,9 @@ def test_recipes_round_trip_through_yaml(name: str, tmp_path: Path) -> None:
         ("deep_encoder_base_48", 36_000, 194),
         ("transformer_big", 33_000, 210),
         ("deep_encoder_big_24", 33_000, 437),
+        ("recurrent_baseline_base", 32_000, 60.5),
+        ("recurrent_baseline_20_6", 32_000, 104.7),
+        ("recurrent_baseline_big", 32_000, 211),
         ("recurrent_base_8_4", 32_000, 58.4),
         ("recurrent_base_20_4", 32_000, 96.2),
         ("closed_chain_base_8_4", 32_000, 58.4),

@@ -44,7 +44,7 @@ def test_invalid_lines_are_skipped(damaged: Path) -> None:
 def test_a_report_of_a_damaged_log(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = damaged / "out.svg"
     assert main(["report", "collapse", str(damaged), "--out", str(picture), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["best_valid_bleu"] == 3.0 and picture.is_file()
+    assert json.loads(capsys.readouterr().out)["best_valid_score"] == 3.0 and picture.is_file()
     assert main(["report", "collapse", str(damaged), "--out", str(damaged)]) == 2
     assert "--out must be a file" in capsys.readouterr().err
 

@@ -118,7 +118,7 @@ def test_a_rate_of_one_removes_cross_attention() -> None:
     assert names and not any(name.startswith(("decoder.layers.0", "decoder.layers.1")) for name in names)
     cache = module.begin()
     module.step(torch.tensor([1, 1, 1]), module.encode(batch().source_BS), cache)
-    assert [layer.cross is None for layer in cache.layers] == [True, True, False, False]
+    assert [layer.source.projected is None for layer in cache.layers] == [True, True, False, False]
 
 
 def test_neutral_settings_equal_vanilla_to_the_bit() -> None:

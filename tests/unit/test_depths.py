@@ -1,8 +1,18 @@
-"""Pareto front of depths, the cheapest sufficient depth, and the oracle over sentences."""
+"""Pareto front of depths, the cheapest sufficient depth, the oracle over sentences, and systems of several runs."""
 
 from __future__ import annotations
 
-from deepspeed_nmt.evaluate.depths import Depth, cheapest, oracle, pareto_front
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.depths import Depth, Oracle, System, by_size, cheapest, draw_depths, oracle, pareto_front
+from deepspeed_nmt.run.depths import systems_of
+from deepspeed_nmt.run.directory import Run
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
 
@@ -20,5 +30,68 @@ def test_the_cheapest_loses_at_most_the_given_bleu() -> None:
     assert cheapest(DEPTHS, 99.0).name == "1-1"
 
 
-def test_the_oracle_chooses_the_best_depth_or_the_first_of_equals() -> None:
-    assert oracle([[1.0, 5.0, 2.0], [1.0, 6.0, 0.0]]) == [0, 1, 0]
+def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> None:
+    good, bad = "a b c d e", "x y z"
+    # 1-2 comes before 2-1 in the order of the depths, and is slower.
+    translations = [[bad, bad, good], [good, good, good], [good, bad, good], [bad, good, bad]]
+    bleus = [[100.0 * (each == good) for each in row] for row in translations]
+    counts, chosen = oracle(DEPTHS, translations, bleus)
+    assert counts == {"1-1": 1, "1-2": 1, "2-1": 1, "2-2": 0}
+    assert chosen == [good] * 3
+
+
+def test_cumulative_shares_include_those_of_all_smaller_depths() -> None:
+    depths = [Depth(n, m, 0.0, 0.0) for n in (1, 2, 3) for m in (1, 2, 3)]
+    names = [depth.name for depth in sorted(depths, key=by_size)]
+    assert names == ["1-1", "1-2", "2-1", "2-2", "1-3", "3-1", "2-3", "3-2", "3-3"]
+    shares = Oracle(dict.fromkeys(names, 2), 30.0).cumulative
+    assert shares["1-1"] == pytest.approx(1 / 9)
+    assert shares["2-2"] == pytest.approx(4 / 9), "those of at most two stages on both sides"
+    assert shares["3-3"] == 1.0
+
+
+def test_the_report_of_a_system_has_times_with_loading_and_shares(tmp_path: Path) -> None:
+    depths = [Depth(1, 1, 20.0, 1.0, 0.5), Depth(2, 2, 24.0, 3.0, 0.7)]
+    whole = System("one model", depths, Oracle({"1-1": 3, "2-2": 1}, 25.0))
+    first, second = whole.text(0.5).splitlines()[2:4]
+    assert first.split() == ["1-1", "20.00", "1.0", "1.5", "3", "75.0%"]
+    assert second.split() == ["2-2", "24.00", "3.0", "3.7", "1", "100.0%"]
+    report = whole.report(0.5)
+    assert report["oracle"]["cumulative"] == {"1-1": 0.75, "2-2": 1.0}
+    assert report["depths"][1]["loading_seconds"] == 0.7 and report["system"] == "one model"
+    draw_depths([whole, System("two models", [Depth(1, 2, 22.0, 2.0)])], tmp_path / "depths.svg")
+    text = (tmp_path / "depths.svg").read_text(encoding="utf-8")
+    assert "<!-- oracle over depths -->" in text and "<!-- BLEU: two models -->" in text
+
+
+def run(path: str, encoder: int, decoder: int, *settings: str) -> Run:
+    """A run without files, of which only the settings are read."""
+    layers = [f"model.encoder_layers={encoder}", f"model.decoder_layers={decoder}"]
+    tokenizer: Any = SimpleNamespace()
+    return Run(Path(path), load_config(settings=[*layers, *settings]), tokenizer, {})
+
+
+MANY = ["objective.label_smoothed=null", "objective.multi_softmax={}"]
+
+
+def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
+    runs = [run("v/22", 2, 2), run("nxm", 2, 2, *MANY), run("v/12", 1, 2), run("v/11", 1, 1), run("v/21", 2, 1)]
+    vanilla, many = systems_of(runs)
+    assert vanilla.name == "4 models" and many.name == "nxm"
+    assert [(each.path.name, pairs) for each, pairs in vanilla.pairs] == [
+        *(("11", [(1, 1)]), ("12", [(1, 2)]), ("21", [(2, 1)]), ("22", [(2, 2)])),
+    ]
+    assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
+
+
+def test_a_run_alone_has_all_its_depths(caplog: pytest.LogCaptureFixture) -> None:
+    (system,) = systems_of([run("v", 2, 1)])
+    assert system.name == "v" and system.pairs[0][1] == [(1, 1), (2, 1)]
+    assert "was trained at only 1 of its 2 depths (2-1)" in caplog.text
+
+
+def test_systems_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a and b both have 2-1; give one of them"):
+        systems_of([run("a", 2, 1), run("b", 2, 1)])
+    with pytest.raises(ConfigError, match=r"needs a run with several stages .* v has one exit"):
+        systems_of([run("v", 1, 1)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import combinations, product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,11 +17,12 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
-from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig, _draw
 from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent, layer_order
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
+from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from tests.support import batch_of
 
@@ -189,6 +193,62 @@ def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> 
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     torch.testing.assert_close(output.nll, vanilla.nll)
+
+
+@pytest.mark.parametrize(
+    ("exits", "weights"), [("2x2", {}), ("2x3", {}), ("3x1", {}), ("2x2", {"1-1": 0.0, "3-3": 4.0, "2-4": 2.5})]
+)
+def test_the_expected_loss_of_drawn_exits_is_that_of_all(
+    exits: str, weights: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distribution of the draws is enumerated: every set of the right size with the last stage is as probable."""
+    model, data = transformer(encoder=3, decoder=4).train(), batch()
+    drawn = MultiSoftmax(MultiSoftmaxConfig(exits=exits, weights=weights), V.pad)
+    a, b = drawn.config.drawn or (0, 0)
+    sets = [[[*chosen, top] for chosen in combinations(range(1, top), n - 1)] for top, n in ((3, a), (4, b))]
+    parameters = list(model.parameters())
+    loss, gradients = torch.zeros((), dtype=torch.float64), [torch.zeros_like(p) for p in parameters]
+    for every in product(*sets):
+        sides = iter(every)
+        monkeypatch.setattr("deepspeed_nmt.methods.multi_softmax._draw", lambda *parts, sides=sides: next(sides))
+        one = Objective(drawn)(model, data).loss
+        share = 1.0 / (len(sets[0]) * len(sets[1]))
+        loss += share * one.detach()
+        for mean, gradient in zip(gradients, torch.autograd.grad(one, parameters), strict=True):
+            mean += share * gradient
+    decoder_exits = range(1, 5) if b > 1 else [4]  # with b = 1 the others are never drawn
+    pairs = [(n, m) for n in (1, 2, 3) for m in decoder_exits]
+    total = sum(weights.get(f"{n}-{m}", 1.0) for n, m in pairs)
+    expected = torch.zeros((), dtype=torch.float64)
+    for n, m in pairs:
+        of_exit = Objective(LabelSmoothed(0.1, V.pad))(model.at_exit(f"{n}-{m}"), data).loss
+        expected = expected + weights.get(f"{n}-{m}", 1.0) / total * of_exit
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    for one, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # the shares are fp32
+
+
+def test_exits_are_drawn_as_often_as_their_probability_says() -> None:
+    config = MultiSoftmaxConfig(exits="3x2")
+    counts: Counter[tuple[int, int]] = Counter()
+    for update in range(4000):
+        sides = [_draw(top, n, 5, Purpose.EXITS, update, side) for side, (top, n) in enumerate(((6, 3), (4, 2)))]
+        counts.update(product(*sides))
+    for n, m in product(range(1, 7), range(1, 5)):
+        expected = (1.0 if n == 6 else 0.4) * (1.0 if m == 4 else 1 / 3)
+        assert config.probability(n, m, (6, 4)) == pytest.approx(expected)
+        assert counts[n, m] / 4000 == pytest.approx(expected, abs=0.035)
+
+
+def test_shares_of_drawn_exits() -> None:
+    drawn = [(2, 3), (2, 6), (6, 3), (6, 6)]
+    shares = MultiSoftmaxConfig(exits="2x2").shares(drawn, (6, 6))
+    torch.testing.assert_close(shares * 36, torch.tensor([25.0, 5.0, 5.0, 1.0]))
+    equal = MultiSoftmaxConfig(exits="2x2", inverse_probability=False)
+    assert equal.shares(drawn, (6, 6)).tolist() == [0.25] * 4
+    assert MultiSoftmaxConfig().shares(drawn, (6, 6)).tolist() == pytest.approx([1 / 36] * 4)
+    weighted = MultiSoftmaxConfig(exits="2x2", weights={"6-6": 2.0}, inverse_probability=False)
+    assert weighted.shares(drawn, (6, 6)).tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
 
 
 def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> None:

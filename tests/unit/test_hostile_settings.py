@@ -12,10 +12,11 @@ from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, did_you_mean
 from deepspeed_nmt.run.resolve import check_size
 
 LONG = "n" * 300
+KNOWN = "bleu, bleu_tokenised, chrf, ter"
 PREPARE = [
     *("prepare", "--train-source", "F", "--train-target", "F", "--valid-source", "F", "--valid-target", "F"),
     *("--out", "D"),
@@ -42,7 +43,12 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("a" + ".a" * 5000 + "=1", "settings must look like section.key=value, but one is 'a.a."),
         ("engine.timeout_s=1e300", "engine.timeout_s must be less than or equal to 100000000, but is 1e+300"),
         ("batch.update_tokens=" + "9" * 30, "batch.update_tokens must be less than or equal to 1073741824, but is"),
-        ("validation.best_by=x", "validation.best_by must be 'bleu' or 'loss', but is 'x'"),
+        ("validation.best_by=x", f"validation.best_by must be one of auto, loss, {KNOWN}, but is 'x'"),
+        ("validation.metrics=bleu", f"validation.metrics must be auto or a list of {KNOWN}, but is 'bleu'"),
+        ("validation.metrics=[blue]", f"validation.metrics must be auto or a list of {KNOWN}, but has 'blue'; did "
+         "you mean 'bleu'?"),
+        ("validation.metrics=[[bleu]]", f"validation.metrics must be auto or a list of {KNOWN}, but has ['bleu']"),
+        ("validation.bleu=2", "validation: `bleu` must be true or false, but is 2"),
         ("model.dim=\udcff", "model.dim must be text, but is '\\udcff'"),
         ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),
         ("model.name=" + LONG, "model.name must be a known model, but is 'nnnn"),
@@ -115,6 +121,11 @@ def test_known_settings_are_listed_once() -> None:
         "there are no settings 'collapse.zzzzzzzzz', 'collapse.yyyyyyyyy'; known: collapse.action, collapse.every, "
         "collapse.grace, collapse.patience, collapse.sentences, collapse.threshold"
     ]
+
+
+def test_of_many_known_names_the_nearest_are_listed() -> None:
+    hint = did_you_mean("bert", [f"recipe_{number}" for number in range(80)] + ["a_bert_decoder"])
+    assert hint.startswith("; 81 are known, among them a_bert_decoder, recipe_") and hint.count(",") == 20
 
 
 def test_of_many_problems_the_first_are_listed() -> None:

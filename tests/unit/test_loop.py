@@ -59,11 +59,13 @@ def test_without_a_known_gpu_there_is_no_mfu() -> None:
     assert "perf/mfu" not in window(None)
 
 
-def validated(*measured: tuple[float, float], progress: Progress | None = None) -> tuple[list[int], Progress]:
+def validated(
+    *measured: tuple[float, float], progress: Progress | None = None, by: str = "valid/bleu", least: float = 1.0
+) -> tuple[list[int], Progress]:
     """The updates whose checkpoints are the best so far, of validations of (score, loss), and the progress."""
     best_at, progress = [], progress or Progress()
     for update, (score, loss) in enumerate(measured, 1):
-        found = Validation({}, score, loss)
+        found = Validation({}, by, score, loss, least)
         session: Any = SimpleNamespace(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
             validator={update: found}.__getitem__,
@@ -77,14 +79,30 @@ def validated(*measured: tuple[float, float], progress: Progress | None = None) 
 def test_while_bleu_is_near_zero_the_loss_decides_on_the_best_checkpoint_and_on_patience() -> None:
     best_at, progress = validated((0.034, 9.0), (0.0, 8.0), (0.9, 8.5), (0.003, 7.0), (0.0, 7.0))
     assert best_at == [1, 2, 4] and (progress.best_update, progress.validations_since_best) == (4, 1)
-    assert not loop._finished(TrainingConfig(patience=2), progress)
+    assert not TrainingConfig(patience=2).ends_at(progress)
     assert validated((0.9, 7.5), progress=progress)[1].validations_since_best == 2
     assert validated((1.1, 9.0), progress=progress)[0] == [1], "a better BLEU wins with any loss"
 
 
 def test_a_better_bleu_wins_and_of_equal_ones_the_lower_loss() -> None:
     assert validated((30.0, 2.0), (31.0, 2.5), (30.9, 1.0), (31.001, 2.4), (31.004, 2.4))[0] == [1, 2, 4]
-    assert validated((-2.0, 2.0), (-1.999, 1.999), (-1.999, 1.999), (-2.1, 2.1))[0] == [1, 2], "best_by=loss"
+    losses = [(-2.0, 2.0), (-1.999, 1.999), (-1.999, 1.999), (-2.1, 2.1)]
+    assert validated(*losses, by="valid/loss", least=math.inf)[0] == [1, 2]
+
+
+def test_lower_values_of_a_metric_are_compared_too() -> None:
+    assert validated((-60.0, 2.0), (-55.0, 2.5), (-56.0, 1.0), (-55.001, 2.4), by="valid/ter", least=-math.inf)[
+        0
+    ] == [*(1, 2, 4)]
+
+
+def test_scores_by_another_measure_are_not_compared() -> None:
+    progress = validated((31.0, 2.0))[1]
+    assert progress.best_by == "valid/bleu"
+    best_at, progress = validated((-2.0, 2.0), (-2.1, 2.1), progress=progress, by="valid/loss", least=math.inf)
+    assert best_at == [1] and (progress.best_by, progress.best_score) == ("valid/loss", -2.0)
+    older = Progress(best_score=31.0, best_loss=2.0, best_update=1)
+    assert validated((30.0, 1.0), progress=older)[0] == [], "an older checkpoint does not name its measure"
 
 
 def test_nan_is_never_better() -> None:

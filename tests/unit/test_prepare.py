@@ -20,9 +20,11 @@ from deepspeed_nmt.data import prepare as prepare_module
 from deepspeed_nmt.data import round_trip
 from deepspeed_nmt.data.clean import CleaningConfig, Reason
 from deepspeed_nmt.data.directory import DataDirectory, Meta
-from deepspeed_nmt.data.prepare import PrepareOptions, prepare
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.prepare import prepare
 from deepspeed_nmt.data.round_trip import excerpts
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
+from deepspeed_nmt.text import TextForm
 
 NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
 ADJECTIVES = ("old", "new", "red", "small", "quiet", "open")
@@ -634,6 +636,40 @@ def test_command_reports_and_refuses(texts: dict[str, Any], capsys: pytest.Captu
     assert "--max-length must be greater than or equal to 1, but is 0" in message
     assert cli.main(_arguments(texts, "--test-source", str(texts["valid_source"][0]))) == EXIT_USER_ERROR
     assert "test must have as many source as target files, but has 1 and 0" in capsys.readouterr().err
+
+
+def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _prepare(texts).text == TextForm(form="raw")
+    before = DataDirectory.open(texts["out"])
+    assert "text" not in before.meta.options, "directories of older versions are still the same"
+    moses = {"text": "moses", "source_lang": "en", "target_lang": "de"}
+    with pytest.raises(DataError, match=r"differs in text; give --overwrite"):
+        _prepare(texts, **moses)
+    assert _prepare(texts, **moses, overwrite=True).text == TextForm(form="moses", source_lang="en", target_lang="de")
+    after = DataDirectory.open(texts["out"])
+    assert after.fingerprint == before.fingerprint, "runs accept the directory with its form recorded"
+    assert after.text_form.form == "moses"
+    older = json.loads((texts["out"] / "meta.json").read_text())
+    del older["text"]
+    assert DataDirectory(texts["out"], Meta.model_validate(older)).text_form == TextForm(form="unknown")
+    segmented = Meta.model_validate({**older, "segmented": True})
+    assert DataDirectory(texts["out"], segmented).text_form == TextForm(form="tokenised")
+    for words, message in (
+        (["--text", "moses"], "--text moses needs the language of the target"),
+        (["--target-lang", "German"], "--target-lang must be a language code, for example de, but is 'German'"),
+        (
+            ["--text", "moses", "--target-lang=de", "--tokenizer=hf:x"],
+            "for raw text; leave out --vocab-size, --text moses",
+        ),
+    ):
+        assert cli.main(_arguments(texts, *words)) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err
+    target = texts["valid_target"][0]
+    target.write_bytes(b"das Haus .\nder Fluss .\nein Hut\nder Mann\n")
+    _prepare(texts, overwrite=True)
+    assert "valid.target: 2 of 4 lines end in ' .' and look tokenised" in capsys.readouterr().err
+    _prepare(texts, overwrite=True, **moses)
+    assert "look tokenised" not in capsys.readouterr().err
 
 
 def test_real_text(shared_data: Path, tmp_path: Path) -> None:

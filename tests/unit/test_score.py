@@ -23,6 +23,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
+from deepspeed_nmt.text import tokenise
 
 # System -> published sacreBLEU (13a) against reference A, reference B, and both; chrF2 against reference A.
 WMT22_ENDE = {
@@ -367,3 +368,35 @@ def test_a_hypothesis_given_twice_is_scored_twice(files: dict[str, str], capsys:
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert second["hypothesis"] == name and second["bleu"] == first["bleu"]
     assert second["comparison"]["difference"] == 0.0
+
+
+def test_text_like_that_of_a_moses_directory_is_detokenised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hypothesis = [*HYPOTHESIS, '"Das ist gut", sagte Max\' Frau (30 %) & lachte.']
+    reference = [*REFERENCE, '"Das ist schön", sagte Max\' Frau (30 %) & lachte.']
+    texts = {"hyp": hypothesis, "ref": reference}
+    plain = {name: write(tmp_path / name, lines) for name, lines in texts.items()}
+    tokens = {name: write(tmp_path / f"{name}.tok", list(tokenise(lines, "de"))) for name, lines in texts.items()}
+    words = [word for side in ("source", "target") for word in (f"--train-{side}", tokens["ref"])]
+    words += [word for side in ("source", "target") for word in (f"--valid-{side}", tokens["ref"])]
+    words = ["prepare", *words, "--vocab-size", "48", "--keep-duplicates", "--out", str(tmp_path / "data")]
+    assert main([*words, "--text", "moses", "--target-lang", "de"]) == 0
+    capsys.readouterr()
+    like = ["--hypothesis", tokens["hyp"], "--reference", tokens["ref"], "--like", str(tmp_path / "data")]
+    expected = corpus_scores(hypothesis, [reference])
+    values = scored(capsys, *like, "--source", tokens["hyp"])
+    assert values["bleu"]["score"] == pytest.approx(expected.bleu, abs=1e-9)
+    assert values["bleu"]["score"] < scored(capsys, *like[:4])["bleu"]["score"] - 0.5, "13a over tokens overstates"
+    assert values["chrf"]["score"] == pytest.approx(expected.chrf, abs=1e-9)
+    assert values["source_copies"] == len(hypothesis)
+    multi = scored(capsys, *like, "--tokenised")["tokenised_bleu"]["score"]
+    assert multi == scored(capsys, *like[:4], "--tokenised")["tokenised_bleu"]["score"]
+    assert main([*words, "--text", "raw", "--target-lang", "de", "--overwrite"]) == 0
+    capsys.readouterr()
+    raw = ["--hypothesis", plain["hyp"], "--reference", plain["ref"], "--like", str(tmp_path / "data")]
+    assert scored(capsys, *raw, "--tokenised")["tokenised_bleu"]["score"] == multi
+    assert main([*words, "--text", "tokenised", "--overwrite"]) == 0
+    capsys.readouterr()
+    said = refusal(capsys, *like)
+    assert "cannot give plain text, because the text is tokenised by unknown rules; give --tokenised" in said

@@ -31,9 +31,9 @@ _STD = 0.02
 """Standard deviation of random weights."""
 
 
-def attention(shape: BertShape, pair: BertPair) -> MultiHeadAttention:
-    """Make self- or cross-attention of a BERT's shape."""
-    return MultiHeadAttention(shape.dim, shape.heads, pair.attention_dropout)
+def attention(shape: BertShape, pair: BertPair, heads: int = 0) -> MultiHeadAttention:
+    """Make self- or cross-attention of a BERT's width, with ``heads`` heads; 0: as many as the BERT."""
+    return MultiHeadAttention(shape.dim, heads or shape.heads, pair.attention_dropout)
 
 
 def feed_forward(shape: BertShape) -> FeedForward:

@@ -1,0 +1,128 @@
+"""Options of `prepare`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
+from deepspeed_nmt.data.bert_tokenizer import PREFIX
+from deepspeed_nmt.data.clean import CleaningConfig
+from deepspeed_nmt.data.inputs import Paths
+from deepspeed_nmt.data.normalization import Normalization
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import shown
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import TextForm, check_language
+
+DEFAULT_VOCAB_SIZE = 8000
+
+
+class PrepareOptions(Config):
+    """Options of `prepare`.
+
+    Several files of one kind are read one after another, each aligned with its other side.
+    """
+
+    train_source: Paths = Field(min_length=1)
+    train_target: Paths = Field(min_length=1)
+    valid_source: Paths = Field(min_length=1)
+    valid_target: Paths = Field(min_length=1)
+    test_source: Paths = ()
+    test_target: Paths = ()
+    out: Path
+    vocab_size: int | None = Field(default=None, gt=4, le=MAX_VOCABULARY)
+    """Number of tokens; None means 8000, or all tokens of segmented text."""
+    vocab_from: Path | None = None
+    """Directory whose vocabulary is used instead of a new one."""
+    tokenizer: str | None = None
+    """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
+    segmented: bool = False
+    """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
+    text: Literal["raw", "moses", "tokenised"] | None = None
+    """Form of the text, or of the words of segmented text; None means raw, or tokenised if it is segmented."""
+    source_lang: Annotated[str, AfterValidator(check_language)] | None = None
+    """Language code of the source."""
+    target_lang: Annotated[str, AfterValidator(check_language)] | None = None
+    """Language code of the target, required by Moses' detokenizer."""
+    character_coverage: float = Field(default=1.0, gt=0.9, le=1.0)
+    """Share of the text's characters that the vocabulary must hold; 0.9995 for scripts of thousands of characters."""
+    normalization: Normalization | None = None
+    """Unicode's form of the text of a new vocabulary; None means nfkc."""
+    cleaning: CleaningConfig = CleaningConfig()
+    seed: int = Field(default=1, ge=0, lt=1 << 63)
+    """Seed of the sample that the vocabulary is trained on."""
+    threads: int = Field(default=1, ge=1, le=1024)
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> PrepareOptions:
+        if self.tokenizer is None:
+            return self
+        if not self.tokenizer.startswith(PREFIX):
+            raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
+        given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
+        given["--character-coverage"] = self.character_coverage != 1.0
+        given["--normalization"] = self.normalization is not None
+        given[f"--text {self.text}"] = self.text not in (None, "raw")
+        if others := [option for option, value in given.items() if value]:
+            raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
+        return self
+
+    @model_validator(mode="after")
+    def _normalization_is_of_a_new_vocabulary(self) -> PrepareOptions:
+        if self.normalization is not None and self.segmented:
+            raise ValueError("--normalization is for raw text, but segmented text is taken as it is; leave it out")
+        if self.normalization is not None and self.vocab_from is not None:
+            raise ValueError("--vocab-from brings its own normalization; leave out --normalization")
+        return self
+
+    @model_validator(mode="after")
+    def _moses_has_languages(self) -> PrepareOptions:
+        if self.text == "moses" and self.target_lang is None:
+            raise ValueError(
+                "--text moses needs the language of the target, by whose rules translations are detokenised; give "
+                "--target-lang, for example --target-lang de"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sides_match(self) -> PrepareOptions:
+        for split in ("train", "valid", "test"):
+            source, target = self.paths(split)
+            if len(source) != len(target):
+                raise ValueError(
+                    f"{split} must have as many source as target files, but has {len(source)} and {len(target)}"
+                )
+        return self
+
+    @property
+    def text_form(self) -> TextForm:
+        """Form of the text."""
+        form = self.text or ("tokenised" if self.segmented else "raw")
+        return TextForm(form=form, source_lang=self.source_lang, target_lang=self.target_lang)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits with text."""
+        return ("train", "valid", "test") if self.test_source else ("train", "valid")
+
+    def paths(self, split: str) -> tuple[Paths, Paths]:
+        """Return the source and the target files of a split."""
+        return getattr(self, f"{split}_source"), getattr(self, f"{split}_target")
+
+    def recorded(self, vocabulary: Tokenizer | None) -> dict[str, Any]:
+        """Collect the options that decide the result, besides the text; ``vocabulary`` is the given one, if any."""
+        options = self.model_dump(mode="json", include={"segmented", "cleaning"})
+        text = self.text_form
+        if text != TextForm(form="tokenised" if self.segmented else "raw"):  # not recorded by versions without it
+            options["text"] = asdict(text)
+        if vocabulary is not None:
+            return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
+        size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
+        if self.normalization not in (None, "nfkc"):  # not recorded by versions that had no other
+            options["normalization"] = self.normalization
+        return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}

@@ -1,0 +1,220 @@
+"""Masked-token objective: a model guesses masked tokens of the target, given the others and the source.
+
+Ghazvininejad, Levy, Liu, Zettlemoyer: "Mask-Predict: Parallel Decoding of Conditional Masked Language Models", 2019;
+equation 5 of the paper that :mod:`deepspeed_nmt.methods.parallel_decoder` implements. (That equation sums
+probabilities; their logarithms are meant.)
+
+The decoder reads [CLS] y [SEP], in which m of the n tokens of y are masked, with m uniform in 1..n:
+
+    loss = 2 sum_masked CE(y_t) + length_weight L(n),
+
+where CE is label-smoothed cross-entropy and L that of the target's length. On average (n + 1) / 2 of n + 1 tokens are
+masked, so the sum is multiplied by 2 to be comparable per token.
+
+**Noise in training**, as Guo et al. ran IWSLT14 ("Incorporating BERT into Parallel Sequence Decoding with Adapters",
+2020); none by default, and none in validation:
+
+- ``replacement: bert``: of the masked tokens 80% become [MASK], 10% a random token, and 10% stay, as in BERT. The
+  loss counts all of them.
+- ``source_rate``: a contiguous span of this share of each source is masked and replaced in the same way. It is at the
+  beginning with probability 0.2, at the end with 0.2, otherwise anywhere, as in MASS (Song et al. 2019).
+- ``length_average: tokens``: the length's loss is summed over sentences and divided by target tokens, as the tokens'
+  loss is. By default it is a mean over sentences, which weighs more by the mean length of a target.
+
+Every choice is a function of (seed, update, sentence).
+
+Legend: B sentences, S source length, T target length, L lengths, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TOP, TranslationModel
+from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
+from deepspeed_nmt.core.passes import Passes
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy
+from deepspeed_nmt.randomness import Purpose, uniforms
+
+LENGTH = "length"
+"""Name of the length's logits in the output of a pass, and of the metric of their loss."""
+
+
+class MaskedTokensConfig(LikelihoodConfig):
+    """Settings of the masked-token objective."""
+
+    smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="probability spread evenly over the vocabulary (epsilon)"
+    )
+    length_weight: float = Field(default=0.1, ge=0.0, description="weight of the loss of the predicted length")
+    length_average: Literal["sentences", "tokens"] = Field(
+        default="sentences", description="divisor of the length's loss: sentences, or target tokens"
+    )
+    replacement: Literal["mask", "bert"] = Field(
+        default="mask",
+        description="what masked tokens become in training: mask: [MASK]; bert: 80% [MASK], 10% a random token, 10% "
+        "unchanged",
+    )
+    source_rate: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="share of the source's tokens masked in training, as one span"
+    )
+
+    def contradictions(self, run: Parts) -> Iterator[str]:
+        """Refuse models that predict from left to right."""
+        if run.model.left_to_right:
+            yield (
+                "objective.masked_tokens trains models that guess masked tokens, but "
+                f"model.name={run.model.name} predicts from left to right; use objective.label_smoothed"
+            )
+
+
+def mask_token(vocabulary: Vocabulary) -> int:
+    """Return the token that replaces masked ones.
+
+    A vocabulary without one occurs in `plan` only; `train` requires those of the BERTs.
+    """
+    return vocabulary.unk if vocabulary.mask is None else vocabulary.mask
+
+
+def masked_positions(batch: Batch, vocabulary: Vocabulary) -> Tensor:
+    """Choose the tokens of ``batch.target_output_BT`` to mask, never EOS or padding. Shape: -> bool (B,T)."""
+    output_BT, ids_B = batch.target_output_BT, batch.sentence_ids_B
+    seed, update = batch.update.seed, batch.update.number
+    words_BT = output_BT.ne(vocabulary.pad) & output_BT.ne(vocabulary.eos)
+    count_B1 = words_BT.sum(dim=1, keepdim=True)
+    chance_B1 = uniforms(ids_B, 1, seed, Purpose.MASK_COUNT, update)
+    draws_BT = uniforms(ids_B, output_BT.shape[1], seed, Purpose.MASKED_TARGETS, update)
+    # Rank of each token in its sentence's random order; EOS and padding come last.
+    place_BT = draws_BT.masked_fill(~words_BT, 2.0).argsort(dim=1).argsort(dim=1)
+    return words_BT & (place_BT < (chance_B1 * count_B1).floor() + 1)
+
+
+def source_span(batch: Batch, vocabulary: Vocabulary, rate: float) -> Tensor:
+    """Choose a span of each source to mask, of max(1, round(rate n)) of its n tokens. Shape: -> bool (B,S).
+
+    Args:
+        batch: micro-batch.
+        vocabulary: vocabulary of the source, whose special tokens [CLS], [SEP] and padding are never chosen.
+        rate: share of the tokens.
+    """
+    source_BS = batch.source_BS
+    specials = torch.tensor([vocabulary.pad, vocabulary.bos, vocabulary.eos], device=source_BS.device)
+    words_BS = torch.isin(source_BS, specials, invert=True)
+    count_B1 = words_BS.sum(dim=1, keepdim=True)
+    length_B1 = (rate * count_B1).round().long().clamp(min=1)
+    last_B1 = count_B1 - length_B1
+    draw_B1 = uniforms(batch.sentence_ids_B, 1, batch.update.seed, Purpose.SOURCE_SPAN, batch.update.number)
+    anywhere_B1 = ((draw_B1 - 0.4) / 0.6 * (last_B1 + 1)).long().minimum(last_B1)
+    start_B1 = torch.where(draw_B1 < 0.4, torch.where(draw_B1 < 0.2, 0, last_B1), anywhere_B1)
+    place_BS = words_BS.cumsum(dim=1) - 1
+    return words_BS & (place_BS >= start_B1) & (place_BS < start_B1 + length_B1)
+
+
+def replace_as_bert(
+    tokens_BT: Tensor, masked_BT: Tensor, batch: Batch, vocabulary: Vocabulary, purpose: Purpose
+) -> Tensor:
+    """Replace 80% of the masked tokens by [MASK] and 10% by random ones, which are no special tokens.
+
+    Shape: (B,T), bool (B,T) -> (B,T)
+
+    Args:
+        tokens_BT: tokens of one side of the batch.
+        masked_BT: True for masked tokens.
+        batch: micro-batch.
+        vocabulary: vocabulary of that side.
+        purpose: of the random choice.
+    """
+    draws_BT = uniforms(batch.sentence_ids_B, tokens_BT.shape[1], batch.update.seed, purpose, batch.update.number)
+    mask = mask_token(vocabulary)
+    specials = sorted({vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.unk, mask})
+    others = vocabulary.size - len(specials)
+    # Of the draws in [0.8, 0.9) each token that is not special gets an equal part.
+    random_BT = ((draws_BT - 0.8) * 10.0 * others).long().clamp(0, others - 1)
+    for special in specials:
+        random_BT = random_BT + (random_BT >= special)
+    replaced_BT = torch.where(draws_BT < 0.8, mask, torch.where(draws_BT < 0.9, random_BT, tokens_BT))
+    return torch.where(masked_BT, replaced_BT, tokens_BT)
+
+
+class MaskedTokens:
+    """Cross-entropy of masked tokens, and of the target's length. Built by :func:`build_masked_tokens`."""
+
+    def __init__(self, config: MaskedTokensConfig, vocabulary: Vocabulary) -> None:
+        self.config = config
+        self.vocabulary = vocabulary
+
+    def request_passes(self, passes: Passes) -> None:
+        """Request no exit but the top."""
+
+    def corrupted(self, batch: Batch, training: bool) -> Batch:
+        """Mask tokens; the model reads [CLS] y [SEP] as ``target_input_BT``, of T + 1 positions."""
+        masked_BT = masked_positions(batch, self.vocabulary)
+        shown_BT = self._replaced(
+            batch.target_output_BT, masked_BT, batch, self.vocabulary, Purpose.TARGET_REPLACEMENT, training
+        )
+        target_BT = torch.cat([batch.target_input_BT[:, :1], shown_BT], dim=1)
+        if not training or self.config.source_rate == 0.0:
+            return replace(batch, target_input_BT=target_BT)
+        source = self.vocabulary.source
+        span_BS = source_span(batch, source, self.config.source_rate)
+        source_BS = self._replaced(batch.source_BS, span_BS, batch, source, Purpose.SOURCE_REPLACEMENT, training)
+        return replace(batch, source_BS=source_BS, target_input_BT=target_BT)
+
+    def _replaced(
+        self,
+        tokens_BT: Tensor,
+        masked_BT: Tensor,
+        batch: Batch,
+        vocabulary: Vocabulary,
+        purpose: Purpose,
+        training: bool,
+    ) -> Tensor:
+        if training and self.config.replacement == "bert":
+            return replace_as_bert(tokens_BT, masked_BT, batch, vocabulary, purpose)
+        return tokens_BT.masked_fill(masked_BT, mask_token(vocabulary))
+
+    def __call__(
+        self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
+    ) -> LossOutput:
+        """Compute the loss of one pass; see :class:`Likelihood`. The metric "length" is the length's loss."""
+        (found,) = passes
+        output_BT, pad = batch.target_output_BT, self.vocabulary.pad
+        targets_BT = output_BT.masked_fill(~masked_positions(batch, self.vocabulary), pad)
+        consume = partial(
+            projected_cross_entropy,
+            targets_N=targets_BT.flatten(),
+            smoothing=self.config.smoothing,
+            ignore_index=pad,
+        )
+        loss, nll_N, _ = model.projection([found[TOP].flatten(0, 1)], consume)
+        length = self._length(found[LENGTH], batch)
+        loss = 2.0 * loss + self.config.length_weight * length
+        return LossOutput(loss, 2.0 * nll_N.sum(), {LENGTH: length.detach()})
+
+    def _length(self, logits_BL: Tensor, batch: Batch) -> Tensor:
+        """Sum the length's NLL, scaled so that the engine's division by tokens makes it the configured average."""
+        real_BT = batch.target_mask
+        length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
+        losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
+        total = torch.where(real_BT.any(dim=1), losses_B, 0.0).sum()
+        if self.config.length_average == "tokens":
+            return total
+        tokens = batch.update.tokens or batch.target_tokens
+        sentences = batch.update.sentences or batch.rows
+        return total * (tokens / max(1, sentences))
+
+
+def build_masked_tokens(config: MaskedTokensConfig, vocabulary: Vocabulary) -> MaskedTokens:
+    """Build the masked-token objective."""
+    return MaskedTokens(config, vocabulary)

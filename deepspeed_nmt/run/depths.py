@@ -1,0 +1,188 @@
+"""Measurement of BLEU and time at the depths of one run with many exits, or of many runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TranslationModel, exit_name
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.curves import run_names
+from deepspeed_nmt.evaluate.depths import Depth, Oracle, System, oracle
+from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.parallel_text import ParallelText
+from deepspeed_nmt.search import translate as search
+
+_WARM_UP_SENTENCES = 8
+"""Number of sentences translated before the first depth of a model is timed: the first batch has start-up costs."""
+
+Pair = tuple[int, int]
+"""Numbers of stages of the encoder and of the decoder."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How to measure.
+
+    Attributes:
+        checkpoint: best, last, average, or a path.
+        max_tokens: batch size: sentences x longest source.
+        repeat: times to measure; the median counts.
+        oracle: True to choose the best depth for each sentence.
+    """
+
+    checkpoint: str
+    max_tokens: int
+    repeat: int
+    oracle: bool
+
+
+@dataclass(frozen=True)
+class Members:
+    """A system to measure.
+
+    Attributes:
+        name: of the system.
+        pairs: depths to measure of each run.
+    """
+
+    name: str
+    pairs: Sequence[tuple[Run, Sequence[Pair]]]
+
+
+def systems_of(runs: Sequence[Run]) -> list[Members]:
+    """Divide runs into systems: each run with many trained exits is one, the others together are one.
+
+    A run alone is a system with all its exits, trained or not.
+
+    Raises:
+        ConfigError: if a run has no exits n-m, a run alone has a single one, two models have the same depth, or the
+            runs translate into different forms of text.
+    """
+    names = run_names([run.path for run in runs])
+    systems: list[Members] = []
+    single: dict[str, tuple[Run, Sequence[Pair]]] = {}
+    for name, run in zip(names, runs, strict=True):
+        stages = _stages(run, alone=len(runs) == 1)
+        pairs = [(n, m) for n in range(1, stages[0] + 1) for m in range(1, stages[1] + 1)]
+        trained = [pair for pair in pairs if run.trained_at(exit_name(*pair), stages)]
+        if len(runs) > 1 and len(trained) == 1:
+            single[name] = (run, trained)
+            continue
+        if len(trained) < len(pairs):
+            logger.warning(
+                "%s was trained at only %d of its %d depths (%s); expect bad translations at the others",
+                run.path,
+                len(trained),
+                len(pairs),
+                ", ".join(exit_name(*pair) for pair in trained),
+            )
+        systems.append(Members(name, [(run, pairs)]))
+    if single:
+        ordered = sorted(single.values(), key=lambda member: member[1][-1])
+        _check_depths(ordered)
+        systems.insert(0, Members(f"{len(single)} models" if len(single) > 1 else next(iter(single)), ordered))
+    return systems
+
+
+def _stages(run: Run, *, alone: bool) -> Pair:
+    stages = run.config.model.exit_stages()
+    totals = (1, 1) if stages is None else (stages[0].total, stages[1].total)
+    if stages is None or (alone and totals == (1, 1)):
+        named = run.config.model.named_exits
+        what = f"has the exits {' and '.join(named)}; translate with --exit" if named else "has one exit"
+        raise ConfigError(
+            "report depths needs a run with several stages (layers, or loops over shared layers), but "
+            f"{run.path} {what}"
+        )
+    return totals
+
+
+def _check_depths(members: Sequence[tuple[Run, Sequence[Pair]]]) -> None:
+    found: dict[Pair, Run] = {}
+    for run, (pair,) in members:
+        if pair in found:
+            raise ConfigError(
+                f"runs of one depth each must have different ones, but {found[pair].path} and {run.path} both have "
+                f"{exit_name(*pair)}; give one of them"
+            )
+        found[pair] = run
+
+
+def measure(system: Members, text: ParallelText, how: Measurement) -> System:
+    """Translate a text at every depth of a system.
+
+    Raises:
+        ConfigError: if the runs translate into different forms of text.
+        CheckpointError: if a run has no such checkpoint.
+    """
+    first = system.pairs[0][0]
+    scorer = first.scorer(text.references)
+    depths: list[Depth] = []
+    translations: list[list[str]] = []
+    for run, pairs in system.pairs:
+        if run.text_form != first.text_form or not run.scorer(text.references).scores_as(scorer):
+            raise ConfigError(
+                f"the runs must translate into text of one form, but {run.path} and {first.path} do not; compare "
+                "them with `score`"
+            )
+        found, translated = _measure_run(run, pairs, text, scorer, how)
+        depths += found
+        translations += translated
+    if not how.oracle:
+        return System(system.name, depths)
+    sentences, chosen = oracle(depths, translations, [scorer.sentence_bleus(each) for each in translations])
+    return System(system.name, depths, Oracle(sentences, scorer.first(chosen)))
+
+
+def _measure_run(
+    run: Run, pairs: Sequence[Pair], text: ParallelText, scorer: Scorer, how: Measurement
+) -> tuple[list[Depth], list[list[str]]]:
+    """Return the depths of a run, and their translations.
+
+    Shape: -> depths, depths x sentences
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loading: list[float] = []
+    seconds: Mapping[Pair, list[float]] = {pair: [] for pair in pairs}
+    bleu: dict[Pair, float] = {}
+    translated: dict[Pair, list[str]] = {}
+    for repetition in range(how.repeat):
+        started = time.monotonic()
+        model = run.model(how.checkpoint).to(device)
+        loading.append(time.monotonic() - started)
+        _translate(run, model, text.sources[:_WARM_UP_SENTENCES], how)
+        for number, pair in enumerate(pairs):
+            started = time.monotonic()
+            hypotheses = _translate(
+                run, model.at_exit(exit_name(*pair)), text.sources, how, warn=repetition == number == 0
+            )
+            seconds[pair].append(time.monotonic() - started)
+            if repetition == 0:
+                translated[pair] = hypotheses
+                bleu[pair] = scorer.first(hypotheses)
+            logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleu[pair], seconds[pair][-1])
+    depths = [Depth(*pair, bleu[pair], median(seconds[pair]), median(loading)) for pair in pairs]
+    return depths, list(translated.values())
+
+
+def _translate(
+    run: Run, model: TranslationModel, lines: list[str], how: Measurement, warn: bool = False
+) -> list[str]:
+    found = search.translate_lines(
+        model,
+        run.tokenizer,
+        lines,
+        run.config.search,
+        how.max_tokens,
+        device=next(model.parameters()).device,
+        max_source_tokens=run.max_source_tokens,
+        warn=warn,
+    )
+    return [best[0].text for best in found]

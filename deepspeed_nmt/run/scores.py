@@ -1,0 +1,117 @@
+"""BLEU of test sets, recorded in the directory of the run, so that no text is translated twice for a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.files import atomic_write_text
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.run.directory import SCORES_FILE, Run
+from deepspeed_nmt.run.parallel_text import ParallelText
+
+
+class ScoreKey(Config):
+    """What a score depends on: equal keys give equal scores.
+
+    Attributes:
+        text: digest of the sentences and their references.
+        signature: of the metric.
+        weights: digest of the checkpoint's weights.
+        search: settings of the search.
+    """
+
+    text: str
+    signature: str
+    weights: str
+    search: dict[str, Any]
+
+
+class RecordedScore(Config):
+    """BLEU of a test set, translated by the search of a run.
+
+    Attributes:
+        key: what the score depends on.
+        text: name of the source text.
+        lines: number of its sentences.
+        checkpoint: name of the checkpoint.
+        metric: bleu, or bleu_tokenised.
+        value: the score, 0 to 100.
+        signature: of the score, to be published with it.
+    """
+
+    key: ScoreKey
+    text: str
+    lines: int
+    checkpoint: str
+    metric: str
+    value: float
+    signature: str
+
+
+class _ScoreFile(Config):
+    """The content of SCORES_FILE: scores in the order in which they were measured."""
+
+    format: Literal[1] = 1
+    scores: tuple[RecordedScore, ...] = ()
+
+
+def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
+    """Return the scores that are recorded in a run directory; none if their file cannot be read, with a warning."""
+    file = run / SCORES_FILE
+    if not file.is_file():
+        return ()
+    try:
+        return _ScoreFile.model_validate_json(file.read_bytes()).scores
+    except (OSError, ValidationError):
+        logger.warning("%s cannot be read; its scores are measured again when they are needed", file)
+        return ()
+
+
+def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> RecordedScore:
+    """Return the BLEU of a test set; it is translated unless the run has recorded the score of these weights.
+
+    Args:
+        run: to translate with, by its own search.
+        which: checkpoint (best, last, average, a name, or a path).
+        text: the test set.
+        max_tokens: batch size: sentences x longest source.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
+    scorer = run.scorer(text.references)
+    metric = scorer.metrics[0]
+    key = ScoreKey(
+        text=text.digest,
+        signature=metric.signature(),
+        weights=checkpoint.weights_digest,
+        search=run.config.search.model_dump(),
+    )
+    scores = recorded_scores(run.path)
+    for score in scores:
+        if score.key == key:
+            return score
+    translator = Translator.open(run.path, checkpoint=checkpoint.path)
+    with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
+        translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
+        hypotheses = [best[0].text for best in translated]
+    score = RecordedScore(
+        key=key,
+        text=text.name,
+        lines=len(text.sources),
+        checkpoint=checkpoint.path.name,
+        metric=metric.name,
+        value=scorer(hypotheses)[metric.name],
+        signature=key.signature,
+    )
+    try:
+        atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=(*scores, score)).model_dump_json(indent=1))
+    except OSError as error:
+        logger.warning("%s could not be written (%s)", run.path / SCORES_FILE, error.strerror or error)
+    return score

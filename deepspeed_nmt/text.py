@@ -1,0 +1,170 @@
+"""Form of a corpus's text: raw, or tokenised by Moses' rules or by another tool.
+
+A translation has the form of the text that its model was trained on. sacreBLEU is for plain text, multi-bleu for
+tokens; :meth:`TextForm.convert` makes either of them, where that is possible. This is the only file that imports
+sacremoses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from deepspeed_nmt.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Kind = Literal["plain", "tokenised"]
+"""Kinds of text that metrics score: plain text, or tokens separated by spaces."""
+Form = Literal["raw", "moses", "tokenised", "unknown"]
+
+_TOKENISED_LINES_WORTH_A_WARNING = 0.3
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """Form of a corpus's text. Segmented text has the form of the words that its segments make.
+
+    Attributes:
+        form: raw; moses: tokenised and escaped by Moses' tokenizer; tokenised: by another tool; unknown: of an older
+            version, which did not record it.
+        source_lang: language code of the source, for example "de"; None if it is not known.
+        target_lang: language code of the target.
+    """
+
+    form: Form = "unknown"
+    source_lang: str | None = None
+    target_lang: str | None = None
+
+    @classmethod
+    def unrecorded(cls, segmented: bool) -> TextForm:
+        """Return the form of text whose form was not recorded; segmented text at least consists of tokens."""
+        return cls("tokenised" if segmented else "unknown")
+
+    @classmethod
+    def moses(cls, target_lang: str, option: str) -> TextForm:
+        """Return the form of text that Moses' tokenizer made.
+
+        Args:
+            target_lang: language code of the target.
+            option: option by which the user gave it, for messages.
+
+        Raises:
+            ConfigError: if it is no language code.
+        """
+        try:
+            return cls("moses", target_lang=check_language(target_lang))
+        except ValueError as error:
+            raise ConfigError(f"{option} {error}") from error
+
+    def problem(self, kind: Kind) -> str:
+        """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can.
+
+        Text of unknown form is taken for plain text.
+        """
+        if kind == "plain":
+            if self.form == "tokenised":
+                return "the text is tokenised by unknown rules"
+            if self.form == "moses" and self.target_lang is None:
+                return "the text is tokenised, and its target language is not recorded"
+        elif self.form == "raw" and self.target_lang is None:
+            return "the text is raw, and its target language is not recorded"
+        elif self.form == "unknown":
+            return "the form of the text is not recorded"
+        return ""
+
+    def how(self, kind: Kind) -> str:
+        """Return a phrase for the log about :meth:`convert`; "" if it keeps the text."""
+        if (kind, self.form) in (("plain", "moses"), ("tokenised", "raw")):
+            return f"{'de' if kind == 'plain' else ''}tokenised by Moses' rules for {self.target_lang}"
+        return ""
+
+    def convert(self, kind: Kind, lines: Sequence[str]) -> list[str]:
+        """Make lines of the target side plain, or tokenised.
+
+        Args:
+            kind: plain or tokenised.
+            lines: lines in this form.
+
+        Raises:
+            ConfigError: if that is not possible, or sacremoses is required and not installed.
+        """
+        if reason := self.problem(kind):
+            raise ConfigError(
+                f"{kind} text is needed, but {reason}; run `prepare` again with --text and --target-lang"
+            )
+        language = self.target_lang or ""
+        if kind == "plain" and self.form == "moses":
+            return detokenise(lines, language)
+        if kind == "tokenised" and self.form == "raw":
+            return list(tokenise(lines, language))
+        return list(lines)
+
+
+def check_language(code: str) -> str:
+    """Return a language code (ISO 639).
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not re.fullmatch("[a-z]{2,3}", code):
+        raise ValueError(f"must be a language code, for example de, but is {shown(code)}")
+    return code
+
+
+def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:
+    """Yield lines tokenised and escaped by the rules of Moses' tokenizer.perl.
+
+    Args:
+        lines: raw text.
+        language: language code.
+        dashes: True to split words at dashes (option -a).
+
+    Raises:
+        ConfigError: if sacremoses is not installed.
+    """
+    tokenizer: Any = sacremoses().MosesTokenizer(language)
+    for line in lines:
+        yield tokenizer.tokenize(line, aggressive_dash_splits=dashes, return_str=True, escape=True)
+
+
+def detokenise(lines: Iterable[str], language: str) -> list[str]:
+    """Undo :func:`tokenise`, by the rules of Moses' detokenizer.perl, escapes and split dashes included.
+
+    Args:
+        lines: tokens separated by spaces.
+        language: language code.
+
+    Raises:
+        ConfigError: if sacremoses is not installed.
+    """
+    detokenizer: Any = sacremoses().MosesDetokenizer(language)
+    return [detokenizer.detokenize(line.split()) for line in lines]
+
+
+def looks_tokenised(lines: Sequence[str]) -> int:
+    """Return the number of lines that end in " .", if they are so many that the text looks tokenised; else 0.
+
+    Plain text has no space before a full stop.
+    """
+    count = sum(line.endswith(" .") for line in lines)
+    return count if count >= _TOKENISED_LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+
+
+def sacremoses() -> ModuleType:
+    """Import sacremoses.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("sacremoses")
+    except ImportError as error:
+        raise ConfigError(
+            "sacremoses must be installed to tokenise and detokenise as Moses does, but is not; run "
+            "`pip install sacremoses`"
+        ) from error

@@ -1,0 +1,169 @@
+"""Parsing of docs/papers/: the rows and points of the papers, and the settings of their recipes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from deepspeed_nmt.cli import _parser
+from deepspeed_nmt.config import RunConfig, load_config
+from deepspeed_nmt.recipes import load_sweep, recipes
+from deepspeed_nmt.recipes.reading import parse_yaml
+from tests.docs.pages import ROOT
+
+PAPERS = sorted(page for page in (ROOT / "docs" / "papers").glob("*.md") if page.name != "index.md")
+ROWS, SETTINGS = "Every row and point", "Settings of the recipes"
+"""Headings of the sections that are read."""
+NOT_STATED = "not stated"
+_POINT = re.compile(r"\$\(plan --sweep (\S+) --point (\d+)\)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table, or a curve of a figure.
+
+    Attributes:
+        page: file name of the page.
+        place: table or figure.
+        name: row as the page names it.
+        commands: command lines without the program's name; none if it cannot be run here.
+        text: the cell of the commands.
+    """
+
+    page: str
+    place: str
+    name: str
+    commands: tuple[str, ...]
+    text: str
+
+    def runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield (recipe, settings) of each run that the commands start."""
+        for command in self.commands:
+            words = shlex.split(_POINT.sub(_expanded, command))
+            if words[0] == "plan":
+                name = words[words.index("--sweep") + 1]
+                yield from ((recipe, tuple(settings)) for recipe, settings in load_sweep(name))
+            elif words[0] == "train":
+                arguments = parsed(words)
+                yield arguments.recipe, tuple(arguments.settings)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of a table of settings.
+
+    Attributes:
+        page: file name of the page.
+        key: dotted key.
+        paper: value in the paper; NOT_STATED if the paper has none.
+        here: value of the recipes.
+        patterns: names of recipes, or globs of names.
+        reason: reason for a value that is not the paper's.
+    """
+
+    page: str
+    key: str
+    paper: Any
+    here: Any
+    patterns: tuple[str, ...]
+    reason: str
+
+    def names(self, recipe: str) -> bool:
+        """Return True if the row is about a recipe."""
+        return any(fnmatchcase(recipe, pattern) for pattern in self.patterns)
+
+
+def parsed(words: list[str]) -> Any:
+    """Parse a command line, completed by the options that the pages leave out."""
+    more = {
+        "train": ["--data", "DATA", "--run", "RUN"],
+        "translate": ["--run", "RUN", "--input", "F", "--output", "F"],
+        "average": ["--run", "RUN"],
+    }
+    complete = [*words, *(more.get(words[0], []) if "--run" not in words else more.get(words[0], [])[2:])]
+    arguments, rest = _parser(words[0]).parse_known_args(complete)
+    assert all("=" in word and not word.startswith("-") for word in rest), f"{' '.join(words)}: {rest}"
+    if rest:
+        arguments.settings += rest
+    return arguments
+
+
+def rows() -> list[Row]:
+    """Return the rows of all pages."""
+    return [row for page in PAPERS for row in _rows(page)]
+
+
+def settings(page: Path) -> list[Setting]:
+    """Return the rows of a page's tables of settings, in order."""
+    found = []
+    for _, cells in _tables(page, SETTINGS):
+        key, paper, here, names, reason = cells
+        stated = paper if paper == NOT_STATED else parse_yaml(paper.replace("`", ""), page.name) if paper else None
+        value = parse_yaml(here.replace("`", ""), page.name) if here else stated
+        found.append(
+            Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason)
+        )
+    return found
+
+
+def recipes_of(page: Path) -> list[str]:
+    """Return the recipes of a page's rows, with those that its settings name."""
+    used = {recipe for row in rows() if row.page == page.name for recipe, _ in row.runs()}
+    named = {recipe for recipe in recipes() for each in settings(page) if each.names(recipe)}
+    return sorted(used | named)
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """Return a resolved setting by its dotted key.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    value: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def resolved(recipe: str, given: tuple[str, ...] = ()) -> RunConfig:
+    """Return the settings of a run that a page names."""
+    return load_config(recipe, settings=given).resolved()
+
+
+def _expanded(match: re.Match[str]) -> str:
+    points = load_sweep(match[1])
+    number = int(match[2])
+    assert 1 <= number <= len(points), f"{match[0]}: the sweep has {len(points)} points"
+    recipe, given = points[number - 1]
+    return shlex.join(["--recipe", recipe, *given])
+
+
+def _rows(page: Path) -> Iterator[Row]:
+    for place, cells in _tables(page, ROWS):
+        name, _, text = cells
+        commands = tuple(
+            each
+            for each in re.findall(r"`([^`]+)`", text)
+            if re.match(r"(train|plan|translate|average|score|report) ", each)
+        )
+        yield Row(page.name, place, name, commands, text)
+
+
+def _tables(page: Path, section: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (heading, cells) of each row of the tables in a section."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(section)}$(.*?)(?=^## |\Z)", text, flags=re.M | re.S)
+    assert found is not None, f"{page.name} must have a section '{section}'"
+    heading = ""
+    lines = found[1].splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("### "):
+            heading = line[4:]
+        ruled = number + 1 < len(lines) and re.fullmatch(r"(\|\s*-+\s*)+\|", lines[number + 1].strip()) is not None
+        if line.startswith("|") and not ruled and not re.fullmatch(r"[|\s-]+", line):
+            yield heading, [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]

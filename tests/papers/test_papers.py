@@ -1,0 +1,162 @@
+"""Every row and point of the papers can be run, and every setting of their recipes is accounted for."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_nmt.build import build_model, build_objective
+from deepspeed_nmt.config import RunConfig, validate
+from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.recipes import load_recipe, recipes, sweeps
+from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.selftest.models import VOCABULARY, train, write_corpus
+from deepspeed_nmt.train.optimizer import build_optimizer
+from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
+
+OF_NO_PAPER = {"sample_small", "multi30k_cpu", "multi30k_tiny"}
+DECIDING = [
+    *("model.dim", "model.ffn_dim", "model.heads", "model.encoder_layers", "model.decoder_layers", "model.norm"),
+    *("model.init", "model.dropout", "model.attention_dropout", "model.activation_dropout"),
+    *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.clip_norm"),
+    *("schedule.name", "schedule.warmup_updates", "batch.update_tokens", "training.max_updates"),
+    *("search.beam", "search.length_penalty"),
+]
+"""Settings that the tables must have for each recipe whose model has them."""
+OF_THE_MACHINE = (
+    *(
+        "batch.micro_tokens",
+        "training.validate_every",
+        "training.log_every",
+        "training.save_every",
+        "training.keep_last",
+        "model.name",
+    ),
+    *("layer.name", "search.name", "validation."),
+)
+"""Settings of recipes that the tables need not have."""
+
+
+def test_every_recipe_and_sweep_is_listed() -> None:
+    listed = {recipe for page in PAPERS for recipe in recipes_of(page)}
+    assert listed | OF_NO_PAPER == set(recipes())
+    text = "".join(row.text for row in rows())
+    assert [name for name in sweeps() if f"--sweep {name}" not in text] == []
+
+
+def test_rows_without_a_command_say_why() -> None:
+    assert [row.name for row in rows() if not row.commands and len(row.text.split()) < 4] == []
+
+
+def test_the_options_of_other_commands_exist() -> None:
+    for row in rows():
+        for command in row.commands:
+            if not command.startswith(("train", "plan")):
+                parsed(shlex.split(command))
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
+def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
+    table, problems = settings(page), []
+    for row in table:
+        if row.here != row.paper and not row.reason:
+            problems.append(f"{row.key}: {row.here} instead of {row.paper} needs a reason")
+    for recipe in recipes_of(page):
+        config = resolved(recipe)
+        dumped = config.model_dump(mode="json")
+        named = {row.key for row in table if row.names(recipe) and _has(dumped, row.key)}
+        for key in sorted({*_needed(recipe, config), *named}):
+            row = next((row for row in reversed(table) if row.key == key and row.names(recipe)), None)
+            if row is None:
+                problems.append(f"{recipe}: {key} has no row")
+            elif row.here != NOT_STATED and value_of(config, key) != row.here:
+                problems.append(f"{recipe}: {key} is {value_of(config, key)}, but the table has {row.here}")
+    assert not problems, "\n".join(problems)
+
+
+def test_every_row_and_point_is_planned_and_each_combination_trained(tmp_path: Path) -> None:
+    runs = {run for row in rows() for run in row.runs()}
+    plans, combinations = Plans(), {}
+    for recipe, given in sorted(runs):
+        config = resolved(recipe, given)
+        trained, total = plans.parameters(config, Vocabulary(32_000))
+        assert 0 < trained <= total, (recipe, given)
+        combinations.setdefault(_combination(config), config)
+    write_corpus(tmp_path, pairs=60, longest=20)
+    for config in combinations.values():
+        _train_two_updates(config, tmp_path)
+
+
+def _needed(recipe: str, config: RunConfig) -> Iterator[str]:
+    """Yield the keys that a recipe must have in the table."""
+    dumped = config.model_dump(mode="json")
+    for key in DECIDING:
+        section, name = key.split(".")
+        if name in dumped[section]:
+            yield key
+    yield from (f"objective.{name}.smoothing" for name, part in dumped["objective"].items() if "smoothing" in part)
+    for key in _keys(load_recipe(recipe)):
+        if not key.startswith(OF_THE_MACHINE) and _has(dumped, key):
+            yield key
+
+
+def _keys(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _has(dumped: dict[str, Any], key: str) -> bool:
+    for part in key.split("."):
+        if part not in dumped:
+            return False
+        dumped = dumped[part]
+    return True
+
+
+def _combination(config: RunConfig) -> str:
+    """Return what is combined in a run, without its numbers."""
+    model = {
+        key: value for key, value in config.model_dump(mode="json")["model"].items() if isinstance(value, str | bool)
+    }
+    return json.dumps([model, config.layer.name, sorted(config.objective), config.search.name])
+
+
+def _train_two_updates(config: RunConfig, directory: Path) -> None:
+    """Train a narrow model of the run's depth."""
+    narrow = {"dim": 16, "heads": 2, "ffn_dim": 32}
+    content = config.model_dump(mode="json")
+    if "source" in content["model"]:
+        for side in ("source", "target"):
+            content["model"][side] |= narrow
+    else:
+        content["model"] |= narrow
+    config = validate(content)
+    torch.manual_seed(1)
+    module = TrainModule(build_model(config, VOCABULARY), build_objective(config, VOCABULARY))
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    world = World(0, 1, 0, torch.device("cpu"))
+    engine = PlainEngine(module, build_optimizer(config.optimizer, module), config.optimizer.clip_norm, "fp32", world)
+    loader = TrainLoader(
+        Corpus(directory, "train"), BatchConfig(update_tokens=64, micro_tokens=64), 1, 0, 1, VOCABULARY
+    )
+    report = train(engine, loader, world, 1, 2, Cursor())
+    assert len(report["loss"]) == 2 and all(0.0 < loss < 100.0 for loss in report["loss"])
+    assert not any(report["skipped"])
+    for name, parameter in module.named_parameters():
+        assert parameter.requires_grad or torch.equal(parameter, before[name])
+    assert any(not torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())

@@ -1,0 +1,142 @@
+"""Metrics by name: what they score, which one chooses the best checkpoint, and the settings of older runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sacrebleu
+import yaml
+
+from deepspeed_nmt.config import load_config, validate
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
+from deepspeed_nmt.run.validation import ValidationConfig
+from deepspeed_nmt.text import TextForm
+
+RAW, TOKENISED, UNKNOWN = TextForm(form="raw"), TextForm(form="tokenised"), TextForm()
+MOSES = TextForm(form="moses", source_lang="de", target_lang="en")
+REFERENCES = [
+    "&quot; It costs 3.50 &amp; more , &quot; said Ms. Well @-@ Known - she didn &apos;t laugh .",
+    "The house ( built in 1990 ) is red , isn &apos;t it ?",
+    "They are 20 % cheaper : that &apos;s good .",
+    "He came , he saw , he &apos;s gone .",
+]
+HYPOTHESES = [
+    "&quot; It costs 3.50 &amp; more , &quot; said Mrs. Well @-@ Known - she did not laugh .",
+    "The house ( built in 1991 ) is red , isn &apos;t it ?",
+    "They are 20 % cheaper : that is nice .",
+    "He came , he saw and he &apos;s gone .",
+]
+PLAIN_REFERENCES = [
+    '"It costs 3.50 & more," said Ms. Well-Known - she didn\'t laugh.',
+    "The house (built in 1990) is red, isn't it?",
+    "They are 20% cheaper: that's good.",
+    "He came, he saw, he's gone.",
+]
+PLAIN_HYPOTHESES = [
+    '"It costs 3.50 & more," said Mrs. Well-Known - she did not laugh.',
+    "The house (built in 1991) is red, isn't it?",
+    "They are 20% cheaper: that is nice.",
+    "He came, he saw and he's gone.",
+]
+
+
+def chosen(text: TextForm, **settings: Any) -> tuple[list[str], str]:
+    """The names of the metrics for a form of text, and the name of the measure that chooses the best checkpoint."""
+    metrics, best = ValidationConfig(**settings).chosen(text)
+    return [metric.name for metric in metrics], "loss" if best is None else best.name
+
+
+def test_auto_takes_the_metrics_that_the_text_allows() -> None:
+    assert chosen(RAW) == chosen(UNKNOWN) == (["bleu"], "bleu")
+    assert chosen(MOSES) == (["bleu", "bleu_tokenised"], "bleu")
+    assert chosen(TOKENISED) == (["bleu_tokenised"], "bleu_tokenised")
+    assert chosen(MOSES, best_by="bleu_tokenised") == (["bleu", "bleu_tokenised"], "bleu_tokenised")
+    assert chosen(RAW, best_by="chrf") == (["bleu", "chrf"], "chrf")
+
+
+def test_named_metrics_are_those_and_the_first_chooses() -> None:
+    assert chosen(RAW, metrics=["ter", "bleu", "ter"]) == (["ter", "bleu"], "ter")
+    assert chosen(RAW, metrics=["ter", "bleu"], best_by="bleu") == (["ter", "bleu"], "bleu")
+    assert chosen(RAW, metrics=["bleu"], best_by="loss") == (["bleu"], "loss")
+    assert chosen(TOKENISED, metrics=[]) == ([], "loss")
+    assert not METRICS["ter"].higher_is_better and METRICS["bleu"].higher_is_better
+
+
+def test_a_metric_that_the_text_does_not_allow_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen(TOKENISED, metrics=["bleu", "bleu_tokenised", "chrf"])
+    first, second = caught.value.problems
+    assert first.startswith("the metric bleu needs plain text, but the text is tokenised by unknown rules; set ")
+    assert second.startswith("the metric chrf needs plain text")
+    with pytest.raises(
+        ConfigError, match="needs tokenised text, but the text is raw, and its target language is not"
+    ):
+        chosen(RAW, metrics=["bleu_tokenised"])
+    with pytest.raises(ConfigError, match="needs tokenised text, but the form of the text is not recorded"):
+        chosen(UNKNOWN, metrics=["bleu_tokenised"])
+    assert chosen(replace(RAW, target_lang="de"), metrics=["bleu_tokenised"])[0] == ["bleu_tokenised"]
+
+
+@pytest.mark.parametrize(
+    ("older", "names", "best"),
+    [
+        ({"bleu": True, "best_by": "bleu"}, ["bleu"], "bleu"),
+        ({"bleu": True, "best_by": "loss"}, ["bleu"], "loss"),
+        ({"bleu": False, "best_by": "bleu"}, [], "loss"),
+        ({"bleu": False, "best_by": "loss"}, [], "loss"),
+    ],
+)
+def test_settings_of_older_runs_mean_what_they_meant(older: dict[str, Any], names: list[str], best: str) -> None:
+    recorded = yaml.safe_load(load_config().to_yaml())
+    recorded["validation"] = {**older, "max_sentences": 3, "max_tokens": 4096}
+    validation = validate(recorded).validation
+    metrics, by = validation.chosen(UNKNOWN)
+    assert [metric.name for metric in metrics] == names and (by.name if by else "loss") == best
+    assert validation.max_sentences == 3 and "bleu" not in validation.model_dump()
+    segmented, by = validation.chosen(TextForm.unrecorded(segmented=True))
+    assert [metric.name for metric in segmented] == [f"{name}_tokenised" for name in names]
+    assert validate({"validation": {**older, "metrics": ["chrf"], "best_by": "chrf"}}).validation.metrics == ("chrf",)
+
+
+def test_bleu_of_moses_text_is_that_of_detokenised_text_and_13a_over_tokens_overstates_it() -> None:
+    scores = Scorer(list(METRICS.values()), MOSES, REFERENCES)(HYPOTHESES)
+    expected = sacrebleu.corpus_bleu(PLAIN_HYPOTHESES, [PLAIN_REFERENCES]).score
+    overstated = Scorer([METRICS["bleu"]], UNKNOWN, REFERENCES)(HYPOTHESES)["bleu"]
+    assert scores["bleu"] == pytest.approx(expected, abs=1e-9)
+    assert overstated == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], force=True).score, abs=1e-9)
+    assert overstated - scores["bleu"] > 1.0
+    multi = sacrebleu.BLEU(tokenize="none", smooth_method="none", force=True)
+    assert scores["bleu_tokenised"] == pytest.approx(multi.corpus_score(HYPOTHESES, [REFERENCES]).score, abs=1e-9)
+    assert scores["chrf"] == pytest.approx(
+        sacrebleu.corpus_chrf(PLAIN_HYPOTHESES, [PLAIN_REFERENCES]).score, abs=1e-9
+    )
+    assert scores["ter"] == pytest.approx(sacrebleu.corpus_ter(PLAIN_HYPOTHESES, [PLAIN_REFERENCES]).score, abs=1e-9)
+
+
+def test_raw_text_is_tokenised_for_multi_bleu() -> None:
+    raw = TextForm(form="raw", target_lang="en")
+    scores = Scorer([METRICS["bleu_tokenised"], METRICS["bleu"]], raw, PLAIN_REFERENCES)(PLAIN_HYPOTHESES)
+    # Without option -a the tokenizer does not split Well-Known.
+    sides = [[line.replace(" @-@ ", "-") for line in side] for side in (HYPOTHESES, REFERENCES)]
+    tokens = Scorer([METRICS["bleu_tokenised"]], TOKENISED, sides[1])(sides[0])
+    assert scores["bleu_tokenised"] == pytest.approx(tokens["bleu_tokenised"], abs=1e-9)
+    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(PLAIN_HYPOTHESES, [PLAIN_REFERENCES]).score)
+
+
+def test_signatures_name_the_tokeniser() -> None:
+    signatures = {name: metric.signature() for name, metric in METRICS.items()}
+    assert signatures["bleu"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert "tok:none|smooth:none" in signatures["bleu_tokenised"]
+    assert signatures["chrf"].startswith("nrefs:1|case:mixed|eff:yes|nc:6")
+
+
+def test_without_sacremoses_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sacremoses", None)
+    with pytest.raises(ConfigError, match=r"sacremoses must be installed .* run `pip install sacremoses`"):
+        Scorer([METRICS["bleu"]], MOSES, REFERENCES)
+    assert Scorer([METRICS["bleu_tokenised"]], MOSES, REFERENCES)(REFERENCES)["bleu_tokenised"] == pytest.approx(
+        100.0
+    )

@@ -1,0 +1,282 @@
+"""Recurrent stacks against a plain transcription of the paper in float64, and what applications of a layer share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.objective import Objective
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
+from deepspeed_nmt.methods.cross_attention_drop import CrossAttentionDropConfig, build_cross_attention_drop
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.multi_softmax import MultiSoftmax, MultiSoftmaxConfig
+from deepspeed_nmt.methods.recurrent import RecurrentConfig, build_recurrent
+from deepspeed_nmt.methods.transformer import Transformer
+from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.layers import DecoderLayer, make_decoder_layer
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from tests.support import batch_of
+
+V = Vocabulary(40)
+
+
+def recurrent(
+    drop: CrossAttentionDropConfig | None = None, dtype: torch.dtype = torch.float64, **settings: object
+) -> Transformer:
+    torch.manual_seed(1)
+    shape = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 3, "decoder_layers": 2, "dropout": 0.0}
+    loops = {"encoder_loops": 3, "decoder_loops": 2}
+    config = RecurrentConfig.model_validate({**shape, **loops, **settings})
+    make_layer = make_decoder_layer if drop is None else partial(build_cross_attention_drop, drop)
+    model = build_recurrent(config, V, make_layer).to(dtype)
+    for parameter in model.parameters():  # biases and LayerNorms start at 0 and 1, which would hide mistakes
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def batch(update: int = 1) -> Batch:
+    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
+    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
+    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
+
+
+# The transcription: equation 7 and the chain of figure 1, with the sub-layers of Vaswani et al. 2017.
+
+
+def normalised(norm: nn.Module, x: Tensor) -> Tensor:
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+
+
+def attended(attention: nn.Module, query: Tensor, memory: Tensor, allowed: Tensor) -> Tensor:
+    """Attention(Q, K, V) head by head; ``allowed`` is bool (B,T,S)."""
+    q = query @ attention.q_proj.weight.T + attention.q_proj.bias
+    k = memory @ attention.k_proj.weight.T
+    v = memory @ attention.v_proj.weight.T + attention.v_proj.bias
+    width, heads = attention.head_dim, []
+    for first in range(0, q.shape[2], width):
+        of_head = slice(first, first + width)
+        scores = q[:, :, of_head] @ k[:, :, of_head].transpose(1, 2) / math.sqrt(width)
+        heads.append(scores.masked_fill(~allowed, -math.inf).softmax(dim=2) @ v[:, :, of_head])
+    return torch.cat(heads, dim=2) @ attention.out_proj.weight.T + attention.out_proj.bias
+
+
+def connected(norm: str, residual: nn.Module, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    if norm == "pre":
+        return x + sublayer(normalised(residual.norm, x))
+    return normalised(residual.norm, x + sublayer(x))
+
+
+def fed_forward(network: nn.Module, x: Tensor) -> Tensor:
+    inner = (x @ network.up_proj.weight.T + network.up_proj.bias).clamp(min=0.0)
+    return inner @ network.down_proj.weight.T + network.down_proj.bias
+
+
+def looped(layers: Sequence[nn.Module], loops: int, sharing: str, x: Tensor, F: Callable[..., Tensor]) -> Tensor:
+    """B_0 = x, B_t = block(B_{t-1}) + x; or the layers there and back, with x added at each turn."""
+    block_input = x
+    for t in range(loops):
+        if t == 0 or sharing == "stacked":
+            block = list(layers)
+        else:
+            block = list(layers)[1:] if t % 2 == 0 else list(layers)[-2::-1]
+        state = block_input
+        for layer in block:
+            state = F(layer, state)
+        block_input = state + x
+    return state
+
+
+def transcribed(model: Transformer, data: Batch, norm: str, sharing: str, loops: tuple[int, int]) -> Tensor:
+    """Decoder states at the top."""
+    real = data.source_BS.ne(0)
+    length = data.target_input_BT.shape[1]
+    positions = torch.arange(length)
+    past = (positions[None, :] <= positions[:, None]).expand(len(real), -1, -1)
+
+    def encoder_layer(layer: nn.Module, x: Tensor) -> Tensor:
+        keys = real[:, None, :].expand(-1, x.shape[1], -1)
+        x = connected(norm, layer.self_residual, x, lambda h: attended(layer.self_attention, h, h, keys))
+        return connected(norm, layer.feed_forward_residual, x, lambda h: fed_forward(layer.feed_forward, h))
+
+    def decoder_layer(layer: nn.Module, x: Tensor) -> Tensor:
+        keys = real[:, None, :].expand(-1, length, -1)
+        x = connected(norm, layer.self_residual, x, lambda h: attended(layer.self_attention, h, h, past))
+        x = connected(norm, layer.cross_residual, x, lambda h: attended(layer.cross_attention, h, memory, keys))
+        return connected(norm, layer.feed_forward_residual, x, lambda h: fed_forward(layer.feed_forward, h))
+
+    def final(stack: nn.Module, x: Tensor) -> Tensor:
+        return normalised(stack.final_norm, x) if norm == "pre" else x
+
+    source, target = model.source_embedding(data.source_BS), model.target_embedding(data.target_input_BT)
+    memory = final(model.encoder, looped(model.encoder.layers, loops[0], sharing, source, encoder_layer))
+    return final(model.decoder, looped(model.decoder.layers, loops[1], sharing, target, decoder_layer))
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("sharing", "loops"),
+    [("stacked", (3, 2)), ("closed_chain", (3, 2)), ("closed_chain", (2, 4)), ("stacked", (1, 3))],
+)
+def test_states_and_gradients_are_those_of_a_plain_transcription(
+    norm: str, sharing: str, loops: tuple[int, int]
+) -> None:
+    model = recurrent(norm=norm, sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]).train()
+    data, parameters = batch(), dict(model.named_parameters())
+    output = Objective(LabelSmoothed(0.1, V.pad))(model, data)
+    states = transcribed(model, data, norm, sharing, loops)
+    torch.testing.assert_close(model(data), states, rtol=1e-11, atol=1e-11)
+    logits = states @ model.projection.weight.T
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), data.target_output_BT.flatten(), ignore_index=0, label_smoothing=0.1, reduction="sum"
+    )
+    torch.testing.assert_close(output.loss.double(), loss, rtol=1e-6, atol=0)
+    ours = torch.autograd.grad(output.loss, list(parameters.values()))
+    plain = torch.autograd.grad(loss, list(parameters.values()))
+    for name, one, other in zip(parameters, ours, plain, strict=True):
+        assert other.abs().max() > 0.0, name
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# The source's keys and values are projected once for all applications of a layer.
+
+
+class Projected:
+    """Number of source rows that each call of a decoder's key projections has."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.rows: list[int] = []
+        for layer in model.decoder.layers:
+            if layer.cross_attention is not None:
+                layer.cross_attention.k_proj.register_forward_hook(
+                    lambda module, inputs, output: self.rows.append(inputs[0].shape[0] * inputs[0].shape[1])
+                )
+
+
+def per_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each application project the source itself."""
+    monkeypatch.setattr(DecoderLayer, "project_source", lambda self, context: None)
+
+
+DROP = CrossAttentionDropConfig(drop_depth=2, drop_ratio=0.5)
+OBJECTIVES: dict[str, Callable[[], Objective]] = {
+    "plain": lambda: Objective(LabelSmoothed(0.1, V.pad)),
+    "ddr": lambda: Objective(LabelSmoothed(0.1, V.pad), [Consistency(ConsistencyConfig(), encode_twice=False)]),
+    "exits": lambda: Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad)),
+}
+
+
+@pytest.mark.parametrize("sharing", ["stacked", "closed_chain"])
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize(("objective", "drop"), [("plain", None), ("ddr", DROP), ("exits", None), ("plain", DROP)])
+def test_results_are_those_of_a_projection_per_application(
+    monkeypatch: pytest.MonkeyPatch,
+    sharing: str,
+    recompute: int,
+    objective: str,
+    drop: CrossAttentionDropConfig | None,
+) -> None:
+    model = recurrent(drop, sharing=sharing, dropout=0.1, attention_dropout=0.1).train()
+    model.recompute(recompute, recompute)
+
+    def step(update: int) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        torch.manual_seed(2)
+        loss = OBJECTIVES[objective]()(model, batch(update)).loss
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()]
+
+    once = [step(update) for update in range(1 if drop is None else 4)]  # of which some drop
+    per_application(monkeypatch)
+    for update, (loss, gradients) in enumerate(once):
+        other, others = step(update)
+        if drop is None:
+            assert torch.equal(loss, other), "the states are equal to the bit"
+        torch.testing.assert_close(loss, other, rtol=1e-12, atol=0)
+        for one, each in zip(gradients, others, strict=True):
+            torch.testing.assert_close(one, each, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
+    model = recurrent(sharing="stacked").train()
+    model.recompute(recompute, recompute)
+    data, projected = batch(), Projected(model)
+    Objective(LabelSmoothed(0.1, V.pad))(model, data).loss.backward()
+    assert projected.rows == [12, 12], "2 layers, 12 source positions; nothing is projected in the backward pass"
+    projected.rows.clear()
+    model(data)
+    chain = recurrent(sharing="closed_chain").train()
+    ends = Projected(chain)
+    chain(data)
+    assert ends.rows == [12, 12], "layer 1 twice and layer 2, which ends the first loop, once"
+    projected.rows.clear()
+    first = model.at_exit("3-1")
+    first(data)
+    assert projected.rows == [12, 12], "each layer is applied once"
+
+
+def test_a_layer_that_skips_cross_attention_projects_nothing() -> None:
+    model = recurrent(CrossAttentionDropConfig(drop_depth=2, drop_ratio=1.0 - 1e-9), sharing="stacked").train()
+    projected = Projected(model)
+    loss = Objective(LabelSmoothed(0.1, V.pad))(model, batch()).loss
+    assert set(projected.rows) == {1}, "only the one position that touches the parameters"
+    loss.backward()
+    assert all(not p.grad.any() for n, p in model.named_parameters() if "cross_attention" in n)
+
+
+@pytest.mark.parametrize(("sharing", "applications"), [("stacked", 4), ("closed_chain", 3)])
+def test_a_search_keeps_the_source_once_for_a_layer(
+    monkeypatch: pytest.MonkeyPatch, sharing: str, applications: int
+) -> None:
+    model = recurrent(sharing=sharing).eval()
+    source, projected = batch().source_BS, Projected(model)
+    memory, cache = model.encode(source), model.begin()
+    model.step(torch.tensor([1, 1]), memory, cache)
+    cache.select(torch.tensor([1, 1, 1]), torch.tensor([1]))
+    model.step(torch.tensor([17, 18, 19]), memory.select(torch.tensor([1])), cache)
+    assert projected.rows == [12, 12]
+    kept = {id(each): each for layer in cache.layers if (each := layer.source.projected) is not None}
+    assert len(cache.layers) == applications and len(kept) == 2
+    assert all(each.keys.shape == each.values.shape == (1, 2, 6, 8) for each in kept.values())
+    found = BeamSearch(BeamConfig(beam=3), model, V).search(source)
+    plain = DecoderCache.__init__
+    monkeypatch.setattr(DecoderCache, "__init__", lambda self, indices: plain(self, range(len(indices))))
+    projected.rows.clear()
+    assert BeamSearch(BeamConfig(beam=3), model, V).search(source) == found
+    assert len(projected.rows) == applications, "a cache for each application projects for each"
+
+
+# DeepNorm.
+
+
+@pytest.mark.parametrize(("sharing", "n", "m"), [("stacked", 9, 4), ("closed_chain", 7, 3)])
+def test_deepnorm_counts_applications(sharing: str, n: int, m: int) -> None:
+    settings = {"dim": 64, "ffn_dim": 64, "norm": "deepnorm", "sharing": sharing, "encoder_layers": 3}
+    model = recurrent(dtype=torch.float32, **settings)
+    assert model.encoder.layers[0].self_residual.alpha == pytest.approx(0.81 * (n**4 * m) ** (1 / 16))
+    assert model.decoder.layers[1].cross_residual.alpha == pytest.approx((3 * m) ** 0.25)
+    torch.manual_seed(1)
+    config = RecurrentConfig.model_validate({**settings, "heads": 2, "decoder_layers": 2, "encoder_loops": 3})
+    fresh = build_recurrent(config, V)
+    bound = math.sqrt(6 / 128)
+    for stack, beta in ((fresh.encoder, 0.87 * (n**4 * m) ** (-1 / 16)), (fresh.decoder, (12 * m) ** -0.25)):
+        assert stack.layers[0].feed_forward.up_proj.weight.abs().max().item() == pytest.approx(bound * beta, rel=0.02)
+    older = recurrent(dtype=torch.float32, **settings, deepnorm_depth="layers")
+    assert older.encoder.layers[0].self_residual.alpha == pytest.approx(0.81 * (3**4 * 2) ** (1 / 16))
+    assert older.decoder.layers[0].self_residual.alpha == pytest.approx(6**0.25)
+
+
+def test_deepnorm_depth_matters_to_a_warm_start_only_with_deepnorm() -> None:
+    for norm, expected in (("pre", []), ("deepnorm", ["model.deepnorm_depth is layers there and applications here"])):
+        new, old = (RecurrentConfig(norm=norm, deepnorm_depth=depth) for depth in ("applications", "layers"))
+        assert new.composition_differences(old) == expected

@@ -1,0 +1,244 @@
+"""Reports of runs and of sweeps, on run directories that no training made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.engine.base import EngineScalars
+from deepspeed_nmt.evaluate.curves import RunCurves, draw_curves
+from deepspeed_nmt.evaluate.table import cell, json_line, markdown_table, text_table
+from deepspeed_nmt.run import sweep as module
+from deepspeed_nmt.run.outcome import Outcome
+from deepspeed_nmt.run.scores import recorded_scores
+from deepspeed_nmt.run.sweep import Sweep
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.store import CheckpointStore
+
+
+def make_run(
+    path: Path, *settings: str, recipe: str = "transformer_base", logged: int = 200_000, **last: float
+) -> Path:
+    """Make the settings and the log of a run that is finished, unless it has logged fewer updates.
+
+    Args:
+        path: run directory.
+        settings: of the run.
+        recipe: that it sets out from.
+        logged: updates at the last entry of the log; 0 for no log.
+        last: values of the last entry, ``_`` for the first ``/`` of a tag.
+    """
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(load_config(recipe, settings=settings).to_yaml())
+    if logged:
+        entries = [{"update": update, "train/target_tokens": 100.0 * update} for update in (1, logged)]
+        values = {tag.replace("_", "/", 1): value for tag, value in last.items()}
+        lines = [json.dumps(entries[0] | {tag: 2 * value for tag, value in values.items()})]
+        (path / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(entries[1] | values)]) + "\n")
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, Any]]:
+    """The objects of a report, which must succeed."""
+    capsys.readouterr()
+    assert main(["report", *map(str, words), "--json"]) == 0
+    return [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def sweep_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that replaces all sweeps by one with the points given."""
+
+    def replace(*points: tuple[str, Mapping[str, Any]]) -> Sweep:
+        listed = [(recipe, [f"{key}={json.dumps(value)}" for key, value in each.items()]) for recipe, each in points]
+        monkeypatch.setattr(module, "load_sweep", lambda name: listed)
+        return Sweep("some")
+
+    return replace
+
+
+def test_tables_are_aligned_and_numbers_are_readable() -> None:
+    rows = [["run", "ppl"], ["a|b", cell(12345.678, 2)], ["c", cell(None)]]
+    assert text_table(rows) == "run        ppl\na|b  12,345.68\nc            -"
+    assert markdown_table(rows) == "| run | ppl |\n| --- | ---: |\n| a\\|b | 12,345.68 |\n| c | - |"
+    assert cell(1_000_000) == "1,000,000" and cell("x") == "x"
+    assert json_line({"a": float("nan"), "b": [float("inf"), {"c": 1.0}]}) == '{"a": null, "b": [null, {"c": 1.0}]}'
+
+
+def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    done = {"train_ppl": 4.0, "valid_bleu": 27.0, "collapse_source_reliance": 2.5, "perf_hours": 3.0}
+    make_run(runs / "six", "model.decoder_layers=6", **done)
+    make_run(runs / "2", "model.decoder_layers=3", logged=1200, train_ppl=9.0)
+    make_run(runs / "3", "model.decoder_layers=15", logged=0)
+    make_run(runs / "other", "model.decoder_layers=5", **done)
+    (runs / "broken").mkdir()
+    (runs / "broken" / "config.yaml").write_text("model: 5")
+    (runs / "text.txt").write_text("no run")
+    picture = tmp_path / "sweep.svg"
+    rows = report(capsys, "sweep", "deep_decoder_fig1", "--runs", runs, "--out", picture)
+    assert [row["settings"]["model.decoder_layers"] for row in rows] == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27]
+    assert [row["status"] for row in rows[:3]] == ["missing", "1,200 of 200,000 updates", "finished"]
+    six = rows[2]
+    assert (six["run"], six["train_ppl"], six["source_reliance"], six["hours"]) == (str(runs / "six"), 4.0, 2.5, 3.0)
+    assert six["bleu"] == 54.0, "the best of validation, because there is no test set"
+    assert rows[5]["train_ppl"] is None and rows[5]["hours"] is None
+    text = picture.read_text(encoding="utf-8")
+    titles = ("final training perplexity", "validation BLEU", "source reliance (nats)", "model.decoder_layers")
+    assert all(f"<!-- {title} -->" in text for title in titles)
+    assert main(["report", "sweep", "deep_decoder_fig1", "--runs", str(runs), "--out", str(picture)]) == 0
+    captured = capsys.readouterr()
+    table, said = captured.out.splitlines(), captured.err
+    assert table[0].split()[:4] == ["point", "model.decoder_layers", "train", "ppl"]
+    assert table[3].split()[:4] == ["3", "6", "4.000", "54.00"] and table[1].endswith("missing")
+    assert "point 1 (model.decoder_layers=1) has no run in" in said
+    assert "`train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 1)`" in said
+    assert "runs/2 is not finished: 1,200 of 200,000 updates" in said
+    assert "broken is left out, because its settings cannot be read" in said
+
+
+def test_a_sweep_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "run", "model.decoder_layers=5")
+    words = ["report", "sweep", "deep_decoder_fig1", "--out", str(tmp_path / "x.png"), "--runs"]
+    assert main([*words, str(tmp_path)]) == 2
+    assert "--runs must hold runs of the sweep deep_decoder_fig1, but of the 1 runs in" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    assert main(["report", "sweep", "deep_decoder_fig9", "--runs", str(tmp_path)]) == 2
+    assert "--sweep must name a known sweep" in capsys.readouterr().err
+    assert main([*words, str(tmp_path), "--input", str(tmp_path / "a")]) == 2
+    assert "must be named by --data, or by --input and --reference" in capsys.readouterr().err
+
+
+def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("1", ["optimizer.lr=1e-4"]), ("a", []), ("9", ["engine.name=plain"])):
+        make_run(tmp_path / name, "model.decoder_layers=1", *more, train_ppl=5.0)
+    make_run(tmp_path / "2", "model.decoder_layers=3", "model.dim=256", train_ppl=5.0)
+    rows = report(capsys, "sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg")
+    assert rows[0]["run"] == str(tmp_path / "9"), "an engine is no difference; names decide between equals"
+    assert (
+        main(["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    )
+    said = capsys.readouterr().err
+    assert "point 1 (model.decoder_layers=1) has several runs" in said and "is taken, not a, 1" in said
+    assert "must differ in the settings swept alone, but differ in model.dim, too" in said
+
+
+def test_a_smaller_scale_of_all_runs_is_no_difference_between_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for layers in (1, 3):
+        make_run(tmp_path / str(layers), f"model.decoder_layers={layers}", "model.dim=64", train_ppl=5.0)
+    assert (
+        main(["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 0
+    )
+    said = capsys.readouterr().err
+    assert "all runs differ from the recipe of deep_decoder_fig1 in model.dim=64" in said
+    assert "swept alone" not in said
+
+
+def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:
+    assert Sweep("deep_decoder_fig1").axes == ["model.decoder_layers"]
+    assert Sweep("deep_decoder_fig2").axes == ["layer.drop_depth", "layer.drop_ratio"], "the one of most values first"
+    assert Sweep("deep_decoder_fig4_decoder").axes == ["model.decoder_layers"], "the drop depth follows from it"
+    grid = [
+        ("transformer_base", {"model.init": init, "layer.name": layer})
+        for init in ("xavier", "depth_scaled")
+        for layer in ("standard", "cross_attention_drop")
+    ]
+    assert sweep_of(*grid).axes == ["model.init", "layer.name"]
+    assert sweep_of(("transformer_base", {}), ("transformer_big", {})).axes == ["recipe"]
+
+
+def test_a_part_that_the_sweep_removes_is_absent_in_its_runs(tmp_path: Path, sweep_of: Any) -> None:
+    sweep = sweep_of(*(("deep_decoder_base_30", {"objective.ddr": part}) for part in (None, {"weight": 1.0})))
+    names = ("with", "without")
+    for name, more in zip(names, ([], ["objective.ddr=null"]), strict=True):
+        make_run(tmp_path / name, *more, recipe="deep_decoder_base_30")
+    runs = [Outcome.read(tmp_path / name) for name in names]
+    assert [[run.path.name for run in sweep.runs_of(point, runs)] for point in sweep.points] == [
+        ["without"],
+        ["with"],
+    ]
+
+
+def test_two_settings_swept_have_a_line_for_each_value_of_the_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = "deep_decoder_base_54"
+    for number, (depth, ratio) in enumerate([(3, 0.6), (9, 0.6), (3, 0.8), (9, 1.0)]):
+        settings = ["objective.ddr=null", f"layer.drop_depth={depth}", f"layer.drop_ratio={ratio}"]
+        make_run(tmp_path / f"run{number}", *settings, recipe=recipe, train_ppl=1.0 + 100.0 * number)
+    picture = tmp_path / "sweep.svg"
+    rows = report(capsys, "sweep", "deep_decoder_fig2", "--runs", tmp_path, "--out", picture)
+    found = {(row["settings"]["layer.drop_depth"], row["settings"]["layer.drop_ratio"]): row for row in rows}
+    assert found[9, 1.0]["train_ppl"] == 301.0 and found[9, 0.8]["status"] == "missing"
+    text = picture.read_text(encoding="utf-8")
+    assert all(f"<!-- layer.drop_ratio={ratio} -->" in text for ratio in (0.6, 0.8, 1.0))
+
+
+def test_runs_are_compared_by_what_differs_and_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_run(tmp_path / "plain", train_ppl=4.0, valid_bleu=20.0, valid_chrf=40.0, perf_hours=1.5)
+    other = make_run(tmp_path / "other", "model.dropout=0.3", "optimizer.lr=5e-4", logged=100)
+    words = ["runs", plain, other, "--out", tmp_path / "runs.svg"]
+    first, second = report(capsys, *words)
+    assert first["settings"] == {"model.dropout": 0.1, "optimizer.lr": load_config("transformer_base").optimizer.lr}
+    assert second["settings"] == {"model.dropout": 0.3, "optimizer.lr": 0.0005}
+    assert first["status"] == "finished" and second["status"] == "100 of 200,000 updates"
+    assert first["validation"]["bleu"] == {"last": 20.0, "best": 40.0} and second["validation"] == {}
+    assert (first["hours"], second["hours"], first["target_tokens"]) == (1.5, None, 20_000_000)
+    assert first["parameters"] is None and first["test"] == []
+    assert main(["report", *map(str, words), "--markdown"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "|  | plain | other |"
+    assert "| optimizer.lr | 0.0007 | 0.0005 |" in table and "| hours in updates | 1.50 | - |" in table
+    assert "| validation chrf, best | 80.00 | - |" in table
+    assert main(["report", "runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 2
+    assert "RUN must be a directory made by `train`, but" in capsys.readouterr().err
+
+
+def test_a_checkpoint_says_what_the_log_does_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "training.patience=3", logged=100)
+    assert not Outcome.read(run).is_finished and Outcome.read(run).hours is None
+    progress = Progress(update=120, target_tokens=7, train_seconds=5400.0, validations_since_best=3)
+    CheckpointStore(run / "checkpoints").save(progress, EngineScalars(), [])
+    outcome = Outcome.read(run)
+    assert outcome.is_finished, "by early stopping"
+    assert (outcome.updates, outcome.hours) == (120, 1.5)
+    (run / "metrics.jsonl").unlink()
+    assert Outcome.read(run).target_tokens == 7
+    (run / "checkpoints" / "update-0000120" / "state.json").write_text("damaged")
+    assert Outcome.read(run).status == "0 of 200,000 updates"
+
+
+def test_damaged_scores_are_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert recorded_scores(tmp_path) == ()
+    (tmp_path / "test_scores.json").write_text('{"format": 2}')
+    assert recorded_scores(tmp_path) == () and "test_scores.json cannot be read" in caplog.text
+
+
+def test_cross_attention_shares_are_a_heat_map_with_blanks(tmp_path: Path) -> None:
+    tag = "collapse/cross_share/layer_{:02}"
+    entries = [
+        {"update": update, "train/target_tokens": 10.0 * update, tag.format(1): 0.2, tag.format(12): 0.1 * update}
+        for update in (1, 2, 4)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    curves = RunCurves(tmp_path)
+    shares = curves.cross_shares()
+    assert list(shares) == [1, 12] and shares[12].updates == [1, 2, 4] and shares[12].last == pytest.approx(0.4)
+    panels = {"train/ppl": "x", "valid/loss": "y"}
+    draw_curves(dict.fromkeys("abc", curves), panels, tmp_path / "out.svg", shares=True)
+    assert (tmp_path / "out.svg").read_text(encoding="utf-8").count("QuadMesh") == 3, "one map for each run"
