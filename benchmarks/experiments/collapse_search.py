@@ -44,17 +44,21 @@ def arm(norm: str, encoder: int, decoder: int, lr: float = 2e-3) -> list[str]:
     return [f"model.norm={norm}", *layers, f"optimizer.lr={lr:.6g}"]
 
 
+CAD = ["layer.name=cross_attention_drop", "layer.drop_depth=6", "layer.drop_ratio=1.0"]
+CRT = ["objective.ddr.weight=1", "objective.ald.weight=1"]
+POST = arm("post", 15, 15)
 ARMS = {
+    # The search: both norms, two learning rates, and depth on one side or both.
     "pre15-15": arm("pre", 15, 15),
-    "post15-15": arm("post", 15, 15),
+    "post15-15": POST,
     "pre15-15_noam": arm("pre", 15, 15, NOAM),
-    "post15-15_noam": arm("post", 15, 15, NOAM),
-    "pre6-15": arm("pre", 6, 15),
-    "pre15-6": arm("pre", 15, 6),
     "post6-15": arm("post", 6, 15),
     "post15-6": arm("post", 15, 6),
-    "pre6-15_noam": arm("pre", 6, 15, NOAM),
-    "pre15-6_noam": arm("pre", 15, 6, NOAM),
+    "post6-6": arm("post", 6, 6),
+    # Remedies in the setting that collapses.
+    "post15-15_cad": [*POST, *CAD],
+    "post15-15_full": [*POST, *CAD, *CRT],
+    "post15-15_scaled": [*POST, "model.init=depth_scaled"],
 }
 
 
