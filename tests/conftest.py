@@ -67,3 +67,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _start(item: pytest.Item) -> int:
     directory = item.path.parent.name
     return LONGEST_FIRST.index(directory) if directory in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the numbers of random examples that passed."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}: {name} {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 Check = Callable[[Any], None]
+HOURS = float(os.environ.get("FUZZ_HOURS", "1"))
+"""Time of all tests that try random examples."""
 
 
 def explore(check: Check, examples: SearchStrategy[Any], number: int) -> None:
@@ -20,8 +23,8 @@ def explore(check: Check, examples: SearchStrategy[Any], number: int) -> None:
 
 
 def explore_for(seconds: float, check: Check, examples: SearchStrategy[Any]) -> int:
-    """Try a property on random examples for a time, and return their number."""
-    end, done = time.monotonic() + seconds, 0
+    """Try a property on random examples for a time (in HOURS = 1), and return their number."""
+    end, done = time.monotonic() + HOURS * seconds, 0
 
     def counted(example: Any) -> None:
         nonlocal done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,11 +68,12 @@ def test_training(tiny: Path, place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-def test_configurations_for_fifteen_minutes(tiny: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configurations_for_fifteen_minutes(
+    tiny: Path, place: Path, record_property: Callable[[str, object], None]
+) -> None:
     done = {
         "words": explore_for(300.0, lambda case: check_plan(place, case), plans(recipes())),
         "files": explore_for(300.0, lambda content: check_file(place, content), yaml_files()),
         "training": explore_for(300.0, lambda chosen: check_training(tiny, place, chosen), words(tame=True)),
     }
-    with capsys.disabled():
-        print(f"configurations tried: {done}")  # noqa: T201
+    record_property("tried", f"configurations: {done}")
