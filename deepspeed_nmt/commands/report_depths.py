@@ -1,13 +1,13 @@
 """Compare BLEU and time at every pair of encoder and decoder stages.
 
-    deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle
+    deepspeed-nmt report depths --run RUN --input test.en --reference test.de --oracle --repeat 3
     deepspeed-nmt report depths --run runs/nxm runs/vanilla/* --data DATA --oracle --repeat 3
 
 A stage is a layer, or a loop of a recurrent model. A run alone translates at all its depths. Beside other runs, one
 that was trained with objective.multi_softmax does so, and all others together are one system, with the full depth of
-each. The report names the fastest pair whose BLEU is at most --max-loss below that of the full depth. With --oracle
-it also counts the sentences that each pair translates best, by sentence BLEU (ties go to the fastest pair), and has
-the BLEU of the best pair for each sentence.
+each. The report names the fastest pair whose BLEU is at most --max-loss below that of the full depth, or if no
+model has it, below the best BLEU. With --oracle it also counts the sentences that each pair translates best, by
+sentence BLEU (ties go to the pair of the least measured time), and has the BLEU of the best pair for each sentence.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     if len(text.sources) < _ENOUGH_SENTENCES:
         few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
         logger.warning(few, len(text.sources), _ENOUGH_SENTENCES)
+    if arguments.oracle and arguments.repeat == 1:
+        logger.warning(
+            "--oracle breaks ties by decoding time, but these times and the Pareto front rest on one measurement of "
+            "each pair; --repeat 3 steadies them"
+        )
     how = Measurement(arguments.checkpoint, arguments.max_tokens, arguments.repeat, arguments.oracle)
     measured = [measure(system, text, how) for system in systems]
     draw_depths(measured, arguments.out)

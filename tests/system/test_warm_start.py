@@ -440,8 +440,10 @@ def test_a_model_of_many_exits_translates_at_each(
     with monkeypatch.context() as patch:
         patch.setattr(module, "translate_lines", counted)
         assert main([*report, "--json", "--oracle"]) == 0
-    assert batches == [8, 20, 20, 20, 20], "a warm-up that is not timed comes first"
-    found = json.loads(capsys.readouterr().out)
+    assert batches == [8, 20] * 4, "a warm-up that is not timed comes first"
+    captured = capsys.readouterr()
+    assert "rest on one measurement of each pair; --repeat 3 steadies them" in captured.err
+    found = json.loads(captured.out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
     assert found["oracle"]["bleu"] >= max(d["bleu"] for d in found["depths"]) - 1e-9
@@ -449,7 +451,9 @@ def test_a_model_of_many_exits_translates_at_each(
     assert main([*report, "--max-loss", "100"]) == 0
     assert "Pareto front: " in capsys.readouterr().out
     assert main([*report, "--run", str(bottom), "--repeat", "2", "--oracle", "--json"]) == 0
-    single, many = map(json.loads, capsys.readouterr().out.splitlines())
+    captured = capsys.readouterr()
+    assert "rest on one measurement" not in captured.err
+    single, many = map(json.loads, captured.out.splitlines())
     assert [(d["encoder"], d["decoder"]) for d in single["depths"]] == [(2, 2)]
     assert single["oracle"]["sentences"] == {"2-2": 20}
     assert [d["bleu"] for d in many["depths"]] == [d["bleu"] for d in found["depths"]]

@@ -11,8 +11,12 @@ import pytest
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.depths import Depth, Oracle, System, by_size, cheapest, draw_depths, oracle, pareto_front
-from deepspeed_nmt.run.depths import systems_of
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
+from deepspeed_nmt.run import depths as depths_module
+from deepspeed_nmt.run.depths import Measurement, Members, measure, systems_of
 from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.parallel_text import ParallelText
+from deepspeed_nmt.text import TextForm
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
 
@@ -28,6 +32,19 @@ def test_the_cheapest_loses_at_most_the_given_bleu() -> None:
     assert cheapest(DEPTHS, 0.5).name == "1-2"
     assert cheapest(DEPTHS, 1.5).name == "2-1"
     assert cheapest(DEPTHS, 99.0).name == "1-1"
+
+
+def test_without_the_full_depth_the_cheapest_is_compared_with_the_best() -> None:
+    depths = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5)]
+    assert cheapest(depths, 0.5).name == "1-2", "2-1 is last, but not the deepest"
+    system = System("vanilla", depths)
+    assert system.text(1.0).endswith(
+        "fastest depth within 1.0 BLEU of the best depth, 1-2 (none has the full depth 2-2): 2-1"
+    )
+    assert system.report(0.5)["compared_with"] == "1-2"
+    whole = System("vanilla", [DEPTHS[-1], *depths])
+    assert whole.report(0.5)["compared_with"] == "2-2", "in any order"
+    assert "within 0.5 BLEU of the full depth: 1-2" in whole.text(0.5)
 
 
 def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> None:
@@ -82,6 +99,49 @@ def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
         *(("11", [(1, 1)]), ("12", [(1, 2)]), ("21", [(2, 1)]), ("22", [(2, 2)])),
     ]
     assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
+
+
+def test_all_pairs_of_a_system_are_warmed_up_and_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    class Model:
+        """A model that knows its run and its depth."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to(self, device: object) -> Model:
+            return self
+
+        def at_exit(self, name: str) -> Model:
+            return Model(f"{self.name} {name}")
+
+    def translate(run: object, model: Model, lines: list[str], how: object, warn: bool = False) -> list[str]:
+        timed.append(f"{model.name} {'warm-up' if len(lines) == 8 else 'timed'}{' warns' if warn else ''}")
+        return lines
+
+    monkeypatch.setattr(depths_module, "_translate", translate)
+    form = TextForm("raw")
+    runs: list[Any] = [
+        SimpleNamespace(
+            path=Path(name),
+            text_form=form,
+            scorer=lambda references: Scorer([METRICS["bleu"]], form, references),
+            model=lambda which, name=name: Model(name),
+        )
+        for name in ("a", "b")
+    ]
+    lines = [f"a line of text number {number}" for number in range(9)]
+    system = Members("two", [(runs[0], [(1, 1)]), (runs[1], [(2, 1), (2, 2)])])
+    measured = measure(system, ParallelText("text", lines, lines), Measurement("last", 4096, 2, oracle=True))
+    first, *others = "a 1-1", "b 2-1", "b 2-2"
+    turn = [f"{pair} {what}" for pair in (first, *others) for what in ("warm-up", "timed")]
+    assert timed[6:] == turn, "pair by pair within a repetition"
+    assert [each.removesuffix(" warns") for each in timed[:6]] == turn
+    assert [each for each in timed if each.endswith(" warns")] == ["a 1-1 timed warns", "b 2-1 timed warns"]
+    assert [(depth.name, depth.bleu) for depth in measured.depths] == [
+        (name, pytest.approx(100.0)) for name in ("1-1", "2-1", "2-2")
+    ]
 
 
 def test_a_run_alone_has_all_its_depths(caplog: pytest.LogCaptureFixture) -> None:
