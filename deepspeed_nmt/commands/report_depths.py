@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.evaluate.depths import draw_depths
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.evaluate.table import json_line
+    from deepspeed_nmt.run.comparison import common_scorer
     from deepspeed_nmt.run.depths import Measurement, measure, systems_of
     from deepspeed_nmt.run.directory import Run
 
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--data, or --input and --reference, must be given, but are missing")
     runs = [Run.open(path) for path in dict.fromkeys(arguments.runs)]
     systems = systems_of(runs)
+    scorer = common_scorer(runs, text)
     if len(text.sources) < _ENOUGH_SENTENCES:
         few = "%d sentences are too few to compare depths: BLEU and times vary by chance; give %d or more"
         logger.warning(few, len(text.sources), _ENOUGH_SENTENCES)
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             "each pair; --repeat 3 steadies them"
         )
     how = Measurement(arguments.checkpoint, arguments.max_tokens, arguments.repeat, arguments.oracle)
-    measured = [measure(system, text, how) for system in systems]
+    measured = [measure(system, text, scorer, how) for system in systems]
     draw_depths(measured, arguments.out)
     if arguments.json:
         output("\n".join(json_line(system.report(arguments.max_loss)) for system in measured))

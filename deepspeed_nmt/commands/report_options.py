@@ -50,6 +50,5 @@ def read_text(arguments: argparse.Namespace) -> ParallelText | None:
     if (None in files and files != (None, None)) or (arguments.data is not None and files != (None, None)):
         raise ConfigError("the test set must be named by --data, or by --input and --reference; give one of the two")
     if arguments.data is not None:
-        data = DataDirectory.open(arguments.data)
-        return ParallelText.read(data.text("test", "source"), data.text("test", "target"))
+        return ParallelText.of(DataDirectory.open(arguments.data))
     return None if arguments.input is None else ParallelText.read(*files)

@@ -63,8 +63,7 @@ def systems_of(runs: Sequence[Run]) -> list[Members]:
     A run alone is a system with all its exits, trained or not.
 
     Raises:
-        ConfigError: if a run has no exits n-m, a run alone has a single one, two models have the same depth, or the
-            runs translate into different forms of text.
+        ConfigError: if a run has no exits n-m, a run alone has a single one, or two models have the same depth.
     """
     names = run_names([run.path for run in runs])
     systems: list[Members] = []
@@ -116,21 +115,18 @@ def _check_depths(members: Sequence[tuple[Run, Sequence[Pair]]]) -> None:
         found[pair] = run
 
 
-def measure(system: Members, text: ParallelText, how: Measurement) -> System:
+def measure(system: Members, text: ParallelText, scorer: Scorer, how: Measurement) -> System:
     """Translate a text at every depth of a system.
 
+    Args:
+        system: runs and their depths.
+        text: the test set.
+        scorer: of its translations by all runs.
+        how: how to measure.
+
     Raises:
-        ConfigError: if the runs translate into different forms of text.
         CheckpointError: if a run has no such checkpoint.
     """
-    first = system.pairs[0][0]
-    scorer = first.scorer(text.references)
-    for run, _ in system.pairs:
-        if run.text_form != first.text_form or not run.scorer(text.references).scores_as(scorer):
-            raise ConfigError(
-                f"the runs must translate into text of one form, but {run.path} and {first.path} do not; compare "
-                "them with `score`"
-            )
     members = [(run, [_Measured(pair) for pair in pairs]) for run, pairs in system.pairs]
     for repetition in range(how.repeat):
         # All pairs in turn, so that a change of the machine's load affects them alike.
