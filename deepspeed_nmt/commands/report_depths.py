@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepspeed_nmt.commands.report_options import add_decoding, add_picture, read_text
+from deepspeed_nmt.commands.report_options import add_decoding, add_picture, check_decoding, read_text
 
 _ENOUGH_SENTENCES = 200
 """Number of sentences below which the report warns that it is not reliable."""
@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-loss must be at least 0 and finite, but is {arguments.max_loss}")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, but is {arguments.repeat}")
+    check_decoding(arguments)
     check_picture(arguments.out)
     text = read_text(arguments)
     if text is None:

@@ -375,14 +375,14 @@ def test_report_sweep_translates_a_test_set_once(
     assert not (run / "test_scores.json").exists(), "a run that cannot be written to is reported all the same"
     hypotheses = translated(data, run, tmp_path).splitlines()
     references = (data.parent / "text" / "test.de").read_text(encoding="utf-8").splitlines()
-    assert first["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    assert first["score"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
     assert first["updates"] == 4 and first["status"] == "finished" and first["hours"] > 0.0  # type: ignore[operator]
     assert reported("last") == first
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_nmt.run.scores.Translator.open", None)
         assert reported("last") == first and reported("best") == first, "one checkpoint by two names"
     (score,) = json.loads((run / "test_scores.json").read_text())["scores"]
-    assert (score["checkpoint"], score["lines"], score["value"]) == ("update-0000004", 20, first["bleu"])
+    assert (score["checkpoint"], score["lines"], score["value"]) == ("update-0000004", 20, first["score"])
     assert main(words(data, run, "training.max_updates=6")) == 0
     assert reported("last")["updates"] == 6
     scores = json.loads((run / "test_scores.json").read_text())["scores"]
