@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.planning.gpus import kind_of
 
 VOCABULARY, TINY_VOCABULARY = Vocabulary(33_000), Vocabulary(200)
@@ -58,6 +59,11 @@ class Bench:
     def on_gpu(self) -> bool:
         """True on a GPU."""
         return self.device.type == "cuda"
+
+    @property
+    def half(self) -> Precision:
+        """The 16-bit precision of the device: fp16 on a GPU without bf16, otherwise bf16."""
+        return "fp16" if self.on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -234,11 +240,3 @@ def write_corpus(directory: Path, pairs: int, vocabulary: Vocabulary) -> Corpus:
     with CorpusWriter(directory, "train", vocabulary.size) as writer:
         writer.append(*sides)
     return Corpus(directory, "train")
-
-
-@contextlib.contextmanager
-def precision_context(precision: str, device: torch.device) -> Iterator[None]:
-    """Run a block under autocast to a 16-bit precision; "fp32" changes nothing."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    with torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext():
-        yield

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models; the figures mean nothing")
     parser.add_argument(
-        "--limit", type=float, default=420.0, help="seconds of a part, then it starts nothing new (default: 420)"
+        "--limit", type=float, default=400.0, help="seconds of a part, then it starts nothing new (default: 400)"
     )
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -234,7 +234,8 @@ def profiled(make: Callable[[], object], device: torch.device) -> Values:
     seconds: dict[str, float] = {}
     launches = 0
     for event in found.events():
-        if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA):
+        # Annotations such as that of an optimizer's step span the kernels that they cover.
+        if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA) and not event.is_user_annotation:
             spent = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
             named = (group for group, pattern in _GROUPS if re.search(pattern, event.name.lower()))
             group = next(named, "other")
@@ -301,7 +302,7 @@ def run(bench: Bench) -> None:
             budget = bench.seconds_left / (len(VARIANTS) - number)
 
             def one(variant: Variant = variant, budget: float = budget) -> Values:
-                if variant.precision == "bf16" and bench.on_gpu and not torch.cuda.is_bf16_supported(False):
+                if variant.precision == "bf16" != bench.half:
                     raise Skipped("this GPU has no bf16")
                 return measure(variant.config(bench.tiny), corpus, bench, budget, counted)
 
