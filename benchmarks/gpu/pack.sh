@@ -10,21 +10,21 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 directory="${1:-.gpu}" python="${PYTHON:-python3}" version="${PYTHON_VERSION:-3.12}"
 locks=(requirements/common.txt requirements/test.txt)
-provided="absl-py click colorama contourpy cycler einops filelock fonttools fsspec grpcio jinja2 joblib kiwisolver lxml
+provided=(absl-py click colorama contourpy cycler einops filelock fonttools fsspec grpcio jinja2 joblib kiwisolver lxml
     markdown markupsafe matplotlib mpmath networkx ninja numpy packaging pillow portalocker protobuf psutil pyparsing
     python-dateutil pyyaml regex sacrebleu safetensors sentencepiece setuptools six sympy tabulate
-    tensorboard-data-server tensorboard tqdm werkzeug"
-tests="pytest-timeout"
+    tensorboard-data-server tensorboard tqdm werkzeug)
+tests=(pytest-timeout)
 
 pin() { # pin NAME: its line in the locks, without markers
     grep -hE "^$1==" "${locks[@]}" | sed 's/ *[;#].*//' | head -n 1
 }
-for name in $provided $tests deepspeed; do
+for name in "${provided[@]}" "${tests[@]}" deepspeed; do
     [ -n "$(pin "$name")" ] || { echo "requirements/ must pin $name, but does not" >&2 && exit 1; }
 done
 wanted=()
-for name in $(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/\1/p' requirements/common.txt) $tests; do
-    case " $(echo $provided) deepspeed " in
+for name in $(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/\1/p' requirements/common.txt) "${tests[@]}"; do
+    case " ${provided[*]} deepspeed " in
     *" $name "*) ;;
     *) wanted+=("$(pin "$name")") ;;
     esac

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from harness import Bench
 
+from deepspeed_nmt.parallel.device import prepare_gpu
+
 PARTS = ("smoke", "kernels", "attention", "training", "marian", "decoding")
 
 
@@ -33,9 +35,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch finds no GPU; rehearse with --device cpu --tiny")
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        prepare_gpu(device)
     status = 0
     for part in arguments.parts:
-        device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
         bench = Bench(part, arguments.out, device, arguments.tiny, arguments.limit)
         try:
             importlib.import_module(part).run(bench)
