@@ -25,7 +25,7 @@ from deepspeed_nmt.data.batching import BatchConfig, cut_update, epoch_updates
 from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels.choice import Kernels
 
-SHAPES, HEADS, WIDTH = 200, 16, 64
+SHAPES, HEADS, TINY_HEADS, WIDTH = 200, 16, 2, 64
 KINDS = ("encoder", "decoder", "cross")
 BACKENDS: dict[str, list[SDPBackend] | None] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -69,10 +69,10 @@ def padded_call(
     kind: str, backend: str, sentences: Sentences, dtype: torch.dtype, bench: Bench
 ) -> Callable[[], object]:
     """Return a function that attends over padded sentences, forward and backward."""
-    rows = len(sentences.queries)
+    rows, heads = len(sentences.queries), TINY_HEADS if bench.tiny else HEADS
 
     def states(length: int) -> Tensor:
-        made = torch.randn(rows, length, HEADS, WIDTH, dtype=dtype, device=bench.device).transpose(1, 2)
+        made = torch.randn(rows, length, heads, WIDTH, dtype=dtype, device=bench.device).transpose(1, 2)
         return made.requires_grad_()
 
     keys, longest = torch.tensor(sentences.keys, device=bench.device), max(sentences.keys)

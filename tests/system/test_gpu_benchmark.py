@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import ROOT
 
@@ -82,27 +84,39 @@ def test_both_programs_train_on_the_same_batches(results: Path) -> None:
     assert len(batches) == 1 and rows[-1]["speedup"] > 0
 
 
-def test_a_failing_measurement_is_a_row(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; import torch; from harness import Bench, Skipped\n"
-        "def fail(): raise RuntimeError('out of memory\\ndetails')\n"
-        "def skip(): raise Skipped('no such kernel')\n"
-        f"bench = Bench('part', Path({str(tmp_path)!r}), torch.device('cpu'), True, 60.0)\n"
-        "bench.measure(fail, name='first'); bench.measure(skip, name='second')\n"
-        "bench.measure(lambda: {'ms': 1.5}, name='third')\n"
-        "late = Bench('late', bench.out, bench.device, True, 0.0); late.measure(fail, name='never')\n"
-        "assert bench.failed and not late.failed"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{BENCHMARK}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_a_failing_measurement_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness = importlib.import_module("harness")
+
+    def fail() -> dict[str, object]:
+        raise RuntimeError("out of memory\ndetails")
+
+    def skip() -> dict[str, object]:
+        raise harness.Skipped("no such kernel")
+
+    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
+    bench.measure(fail, name="first")
+    bench.measure(skip, name="second")
+    bench.measure(lambda: {"ms": 1.5}, name="third")
     rows = json.loads((tmp_path / "part.json").read_text(encoding="utf-8"))["rows"]
     assert rows == [
         {"name": "first", "status": "failed: RuntimeError: out of memory"},
         {"name": "second", "status": "skipped: no such kernel"},
         {"name": "third", "ms": 1.5, "status": "ok"},
     ]
+    late = harness.Bench("late", tmp_path, torch.device("cpu"), tiny=True, limit_s=0.0)
+    late.measure(fail, name="never")
     assert "skipped: no time left" in (tmp_path / "late.md").read_text(encoding="utf-8")
+    assert bench.failed and not late.failed
+
+
+def test_synthetic_sentences_have_the_lengths_of_news_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness = importlib.import_module("harness")
+    assert sum(percent for _, percent in harness.LENGTHS) == 100
+    source, target = harness.sentence_lengths(20_000)
+    assert 24.0 < source.mean() < 28.0 and 1.03 < target.mean() / source.mean() < 1.1
+    assert source.min() == 1 and source.max() == 96
 
 
 @pytest.fixture
