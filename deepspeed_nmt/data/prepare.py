@@ -62,6 +62,7 @@ def prepare(options: PrepareOptions) -> Meta:
     out = resolved(options.out)  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
+    _check_outside(out, inputs)
     given = _given_vocabulary(options)
     recorded = options.recorded(given)
     try:
@@ -268,6 +269,16 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise DataError(
             f"--out must be a new directory or hold only what `prepare` made, but {out} has {shown}; move that away, "
             "or choose another --out"
+        )
+
+
+def _check_outside(out: Path, inputs: dict[str, tuple[InputRecord, ...]]) -> None:
+    """Refuse to replace a directory that the text is in, which would be lost with it."""
+    paths = (record.path for records in inputs.values() for record in records)
+    if inside := [path for path in paths if resolved(Path(path)).is_relative_to(out)]:
+        raise DataError(
+            f"--out must be another directory than that of the text, but {out} holds {inside[0]}; choose another "
+            "--out"
         )
 
 
