@@ -22,7 +22,9 @@ Kind = Literal["plain", "tokenised"]
 """Kinds of text that metrics score: plain text, or tokens separated by spaces."""
 Form = Literal["raw", "moses", "tokenised", "unknown"]
 
-_TOKENISED_LINES_WORTH_A_WARNING = 0.3
+_LINES_WORTH_A_WARNING = 0.3
+"""Share of lines that shows the form of a text. Fewer show nothing: a tokenised line, too, can end in "etc."."""
+_WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,19 @@ def looks_tokenised(lines: Sequence[str]) -> int:
 
     Plain text has no space before a full stop.
     """
-    count = sum(line.endswith(" .") for line in lines)
-    return count if count >= _TOKENISED_LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+    return _if_many(sum(line.endswith(" .") for line in lines), lines)
+
+
+def looks_plain(lines: Sequence[str]) -> int:
+    """Return the number of lines that end in a word with its stop, if they are so many that the text looks plain.
+
+    Otherwise return 0. A tokenizer separates the stop from the word.
+    """
+    return _if_many(sum(_WORD_WITH_STOP.search(line) is not None for line in lines), lines)
+
+
+def _if_many(count: int, lines: Sequence[str]) -> int:
+    return count if count >= _LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
 
 
 def sacremoses() -> ModuleType:

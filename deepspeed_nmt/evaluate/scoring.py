@@ -18,7 +18,7 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
-from deepspeed_nmt.text import looks_tokenised
+from deepspeed_nmt.text import looks_plain, looks_tokenised
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
@@ -135,6 +135,14 @@ def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
                 "or give --tokenised for the older papers' BLEU",
                 file,
                 f"{periods:,}",
+                total,
+            )
+        if tokenised and (stops := looks_plain(sentences)):
+            logger.warning(
+                "%s: %s of %s lines end in a word with its stop and look like plain text, but multi-bleu is for "
+                "tokens; tokenise it as the other files are, or give plain text everywhere, without --tokenised",
+                file,
+                f"{stops:,}",
                 total,
             )
 
