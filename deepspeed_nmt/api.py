@@ -30,7 +30,7 @@ from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, warn_of_form
 from deepspeed_nmt.search.translate import Translation, translate_lines
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, warn_of_missing_rules
 
 Paths = str | Path | Sequence[str | Path]
 """A run directory, or several."""
@@ -262,6 +262,8 @@ def _form(run: Run, language: str) -> TextForm:
             "version; if its text was tokenised by Moses, give the language, for example de"
         )
     text.convert("plain", [])  # reports problems before anything is translated
+    if language:
+        warn_of_missing_rules(language, option("detokenise"))
     if not text.how("plain"):
         logger.warning(
             "%s changes nothing, because %s was trained on plain text; leave it out", option("detokenise"), run.path

@@ -39,7 +39,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
-from deepspeed_nmt.text import looks_tokenised
+from deepspeed_nmt.text import looks_tokenised, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
@@ -131,6 +131,8 @@ def _fill(
         for name in (f"{split}.source", f"{split}.target"):
             copy_text(inputs[name], staging / name)
 
+    if options.text == "moses" and options.target_lang is not None:
+        warn_of_missing_rules(options.target_lang, "--target-lang")
     if options.text_form.form == "raw":
         _warn_of_tokens(staging / "valid.target")
 

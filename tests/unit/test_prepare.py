@@ -681,6 +681,8 @@ def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.
     assert "valid.target: 2 of 4 lines end in ' .' and look tokenised" in capsys.readouterr().err
     _prepare(texts, overwrite=True, **moses)
     assert "look tokenised" not in capsys.readouterr().err
+    _prepare(texts, overwrite=True, text="moses", target_lang="xx")
+    assert "--target-lang xx: sacremoses has no rules for this language" in capsys.readouterr().err
 
 
 def test_real_text(shared_data: Path, tmp_path: Path) -> None:
