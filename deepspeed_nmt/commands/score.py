@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.grid:
         raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
     inputs = _read(arguments)
-    warn_of_files(inputs, tokenised)
+    warn_of_files(inputs, tokenised, arguments.lowercase)
     for report in score_files(inputs, tokenised, arguments.lowercase):
         warn_of_copies(report)
         output(as_json(report, inputs) if arguments.json else as_text(report, inputs))

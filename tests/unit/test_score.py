@@ -226,6 +226,20 @@ def test_plain_text_next_to_tokens_is_warned_of(
     assert "hyp.tok.de" not in said
 
 
+def test_lower_case_against_upper_case_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hypothesis = write(tmp_path / "hyp.de", [line.lower() for line in HYPOTHESIS])
+    reference = write(tmp_path / "ref.de", REFERENCE)
+    words = ["score", "--hypothesis", hypothesis, "--reference", reference]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert f"{hypothesis} is in lower case, but 3 of 3 lines of {reference} have upper case; give --like RUN" in said
+    assert main([*words, "--lowercase"]) == 0
+    write(Path(reference), [*(line.lower() for line in REFERENCE[:-1]), ""])
+    write(Path(hypothesis), REFERENCE)
+    assert "upper case" not in capsys.readouterr().err
+    assert main(words) == 0 and "upper case" not in capsys.readouterr().err
+
+
 def test_only_a_line_feed_ends_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = "ein\u2028zwei\x0bdrei\x85vier\x1cfünf\rsechs"
     hypothesis = write(tmp_path / "hyp", [odd, "sieben acht neun zehn\r"])
