@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ Kind = Literal["plain", "tokenised"]
 """Kinds of text that metrics score: plain text, or tokens separated by spaces."""
 Form = Literal["raw", "moses", "tokenised", "unknown"]
 
-_TOKENISED_LINES_WORTH_A_WARNING = 0.3
+_LINES_WORTH_A_WARNING = 0.3
+"""Share of lines that shows the form of a text. Fewer show nothing: a tokenised line, too, can end in "etc."."""
+_WITHOUT_ABBREVIATIONS = ("ja", "ko")
+"""Languages for which sacremoses has rules, but no list of abbreviations."""
+_WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,39 @@ def looks_tokenised(lines: Sequence[str]) -> int:
 
     Plain text has no space before a full stop.
     """
-    count = sum(line.endswith(" .") for line in lines)
-    return count if count >= _TOKENISED_LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+    return _if_many(sum(line.endswith(" .") for line in lines), lines)
+
+
+def looks_plain(lines: Sequence[str]) -> int:
+    """Return the number of lines that end in a word with its stop, if they are so many that the text looks plain.
+
+    Otherwise return 0. A tokenizer separates the stop from the word.
+    """
+    return _if_many(sum(_WORD_WITH_STOP.search(line) is not None for line in lines), lines)
+
+
+def _if_many(count: int, lines: Sequence[str]) -> int:
+    return count if count >= _LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+
+
+def warn_of_missing_rules(language: str, option: str) -> None:
+    """Warn if sacremoses has no rules for a language. Without sacremoses, do nothing.
+
+    Args:
+        language: language code.
+        option: option by which the user gave it.
+    """
+    try:
+        corpus = importlib.import_module("sacremoses.corpus")
+    except ImportError:
+        return
+    if language not in corpus.NonbreakingPrefixes().available_langs and language not in _WITHOUT_ABBREVIATIONS:
+        logger.warning(
+            "%s %s: sacremoses has no rules for this language, so the rules common to all languages are used, with "
+            "the abbreviations of English",
+            option,
+            language,
+        )
 
 
 def sacremoses() -> ModuleType:

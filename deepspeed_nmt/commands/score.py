@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--like",
         type=Path,
         metavar="DIR",
-        help="the files have the form of this run's or data directory's text: Moses' tokens are made plain, or with "
-        "--tokenised plain text is tokenised; references get a BERT's lower case and spaces, which makes scores "
-        "comparable only with one another",
+        help="the files have the form of this run's or data directory's text: Moses' tokens are made plain; with "
+        "--tokenised they are kept, and raw text is tokenised by Moses' rules; references get the lower case and the "
+        "spaces of a BERT's tokenizer, which makes scores comparable only with one another",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each hypothesis, one a line")
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.grid:
         raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
     inputs = _read(arguments, tokenised)
-    warn_of_files(inputs, tokenised)
+    warn_of_files(inputs, tokenised, arguments.lowercase)
     for report in score_files(inputs, tokenised, arguments.lowercase):
         warn_of_copies(report)
         output(as_json(report, inputs) if arguments.json else as_text(report, inputs))

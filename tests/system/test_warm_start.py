@@ -266,9 +266,9 @@ def test_a_tuned_pair_chooses_what_translate_writes_with_it(
         (
             grown,
             ["--exit", "deep", "--exponent", "1"],
-            "--exponent is no option of search.name=beam, which decodes here",
+            "--exponent is no option of search.name=beam, which decodes here; leave out --exit to decode with deep_",
         ),
-        (bottom, ["--alpha", "0.5"], "use search deep_shallow, or leave it out"),
+        (bottom, ["--alpha", "0.5"], "--alpha is no option of search.name=beam, which decodes here; leave it out"),
     ):
         capsys.readouterr()
         assert main(["translate", "--run", str(run), "--input", source, "--output", "-", *more]) == 2
