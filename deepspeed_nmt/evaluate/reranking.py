@@ -205,7 +205,7 @@ def tune(
         )
     metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)
     texts = convert([each.text for candidates in lists for each in candidates])
-    warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised)
+    warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)
     others = [[lines[each.line] for candidates in lists for each in candidates] for lines in sentences]
     counts = sentence_statistics(metric, texts, others)
     first_L = np.cumsum([0, *map(len, lists[:-1])])  # row of the first candidate of each line in `counts`
