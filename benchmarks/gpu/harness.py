@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +80,25 @@ class Bench:
         """True if a measurement has failed; one that was skipped has not."""
         return any(str(row["status"]).startswith("failed") for row in self.rows)
 
-    def measure(self, run: Callable[[], Values], **labels: object) -> Values:
+    def measure(self, run: Callable[[], Values | Iterator[Values]], **labels: object) -> Values:
         """Run a measurement and add its row. If it fails, the row says why, and the part goes on.
 
         Args:
-            run: returns the values of the row; may raise :class:`Skipped`.
+            run: returns the values of the row, or yields them in turn so that a failure loses only those that are
+                missing; may raise :class:`Skipped`.
             labels: first columns of the row.
 
         Returns:
             The values; empty if there are none.
         """
-        begun, values, status = time.monotonic(), {}, "ok"
+        begun, status = time.monotonic(), "ok"
+        values: dict[str, object] = {}
         try:
             if self.seconds_left <= 0.0:
                 raise Skipped("no time left")
-            values = dict(run())
+            found = run()
+            for each in [found] if isinstance(found, Mapping) else found:
+                values |= each
         except Skipped as reason:
             status = f"skipped: {reason}"
         except Exception as error:

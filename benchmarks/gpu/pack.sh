@@ -7,6 +7,7 @@
 # transformers and the packages in `provided`, in any version. All else that requirements/common.txt pins is collected,
 # and what the tests on a GPU need of requirements/test.txt. $PYTHON names the Python whose pip downloads (python3).
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 directory="${1:-.gpu}" python="${PYTHON:-python3}" version="${PYTHON_VERSION:-3.12}"
 locks=(requirements/common.txt requirements/test.txt)

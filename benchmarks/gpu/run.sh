@@ -8,6 +8,7 @@
 # Python (default: python3). If pack.sh has collected packages, they are installed into a temporary directory first.
 # The exit status is 1 if any part failed.
 set -uo pipefail
+case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 python="${PYTHON:-python3}"
 parts=() options=() out=""

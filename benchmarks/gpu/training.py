@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -148,8 +148,8 @@ class Speed:
         target_tokens: without padding.
         micro_batches: number of micro-batches.
         positions: source and target positions, with padding.
-        shapes: number of different shapes of micro-batches, with those that warmed up.
-        largest: padded tokens of the largest micro-batch.
+        shapes: shapes of micro-batches, with those that warmed up.
+        largest: padded tokens of the largest of these.
     """
 
     seconds: float = 0.0
@@ -158,8 +158,14 @@ class Speed:
     target_tokens: int = 0
     micro_batches: int = 0
     positions: int = 0
-    shapes: int = 0
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
     largest: int = 0
+
+    def see(self, update: Update) -> None:
+        """Record the sizes of an update's micro-batches."""
+        for batch in update.micro_batches:
+            self.shapes.add((*batch.source_BS.shape, *batch.target_input_BT.shape))
+            self.largest = max(self.largest, batch.padded_tokens)
 
     def values(self) -> Values:
         """Return the columns of the table."""
@@ -169,7 +175,7 @@ class Speed:
             "tokens_per_s": self.target_tokens / self.seconds,
             "update_ms": 1e3 * self.seconds / self.updates,
             "micro_batches": self.micro_batches / self.updates,
-            "shapes": self.shapes,
+            "shapes": len(self.shapes),
             "padding": 1.0 - tokens / self.positions,
         }
 
@@ -184,15 +190,14 @@ def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, bud
         budget_s: seconds after which no further update is made; a third of them warms up.
     """
     warmup, count = (1, 2) if bench.tiny else (WARMUP, TIMED)
-    speed, shapes = Speed(), set()
+    speed = Speed()
     prefetcher = Prefetcher(loader.updates(Cursor(), 1))
     try:
         started = time.monotonic()
         for number in itertools.count(1):
             update = prefetcher.next()
             make(update)
-            shapes |= {tuple(batch.source_BS.shape + batch.target_input_BT.shape) for batch in update.micro_batches}
-            speed.largest = max(speed.largest, *(batch.padded_tokens for batch in update.micro_batches))
+            speed.see(update)
             if number >= warmup or time.monotonic() - started > budget_s / 3:
                 break
         synchronise(bench.device)
@@ -205,13 +210,11 @@ def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, bud
             speed.source_tokens += sum(batch.source_tokens for batch in update.micro_batches)
             speed.target_tokens += update.target_tokens
             speed.positions += update.padded_positions
-            shapes |= {tuple(batch.source_BS.shape + batch.target_input_BT.shape) for batch in update.micro_batches}
-            speed.largest = max(speed.largest, *(batch.padded_tokens for batch in update.micro_batches))
+            speed.see(update)
         synchronise(bench.device)
         speed.seconds = time.perf_counter() - timer
     finally:
         prefetcher.close()
-    speed.shapes = len(shapes)
     return speed
 
 
@@ -235,7 +238,9 @@ def profiled(make: Callable[[], object], device: torch.device) -> Values:
     launches = 0
     for event in found.events():
         # Annotations such as that of an optimizer's step span the kernels that they cover.
-        if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA) and not event.is_user_annotation:
+        if on_gpu == (event.device_type == torch.autograd.DeviceType.CUDA) and not getattr(
+            event, "is_user_annotation", False
+        ):
             spent = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
             named = (group for group, pattern in _GROUPS if re.search(pattern, event.name.lower()))
             group = next(named, "other")
@@ -277,20 +282,25 @@ def sample_of(update: Update, bench: Bench) -> tuple[list[Batch], int]:
     return chosen, sum(batch.target_tokens for batch in chosen)
 
 
-def measure(config: RunConfig, corpus: Corpus, bench: Bench, budget_s: float, counted: dict[str, Counts]) -> Values:
-    """Train for a while, and return the columns of the table."""
+def measure(
+    config: RunConfig, corpus: Corpus, bench: Bench, budget_s: float, counted: dict[str, Counts]
+) -> Iterator[Values]:
+    """Train for a while, and yield the columns of the table, speed first."""
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
     with training(config, corpus, bench) as run:
         speed = timed(run.update, run.loader, bench, budget_s)
-        values = {**speed.values(), "mfu": utilisation(run, speed)}
+        yield speed.values()
         if bench.on_gpu:
-            values["peak_gib"] = torch.cuda.max_memory_allocated(bench.device) / GIB
-            values["reserved_gib"] = torch.cuda.max_memory_reserved(bench.device) / GIB
-        values["planned_gib"] = planned_gib(run, speed.largest, counted)
+            peak, reserved = (
+                torch.cuda.max_memory_allocated(bench.device),
+                torch.cuda.max_memory_reserved(bench.device),
+            )
+            yield {"peak_gib": peak / GIB, "reserved_gib": reserved / GIB}
+        yield {"mfu": utilisation(run, speed)}
+        yield {"planned_gib": planned_gib(run, speed.largest, counted)}
         sample, tokens = sample_of(next(run.loader.updates(Cursor(), 1)), bench)
-        values |= profiled(lambda: run.engine.update(sample, tokens, 1e-5), bench.device)
-        return values
+        yield profiled(lambda: run.engine.update(sample, tokens, 1e-5), bench.device)
 
 
 def run(bench: Bench) -> None:
@@ -301,8 +311,8 @@ def run(bench: Bench) -> None:
         for number, variant in enumerate(VARIANTS):
             budget = bench.seconds_left / (len(VARIANTS) - number)
 
-            def one(variant: Variant = variant, budget: float = budget) -> Values:
-                if variant.precision == "bf16" != bench.half:
+            def one(variant: Variant = variant, budget: float = budget) -> Iterator[Values]:
+                if variant.precision == "bf16" and bench.half == "fp16":
                     raise Skipped("this GPU has no bf16")
                 return measure(variant.config(bench.tiny), corpus, bench, budget, counted)
 
