@@ -11,13 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit_name
@@ -25,14 +24,13 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.registry import problem_of
+from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, warn_of_form
 from deepspeed_nmt.search.translate import Translation, translate_lines
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, warn_of_missing_rules
 
 Paths = str | Path | Sequence[str | Path]
 """A run directory, or several."""
@@ -48,6 +46,7 @@ class Translator:
         device: device of the model.
         max_source_tokens: default of :meth:`stream`.
         detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
+        text: form of the text that the model was trained on; None if it is not known.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class Translator:
         device: torch.device,
         max_source_tokens: int = MAX_SOURCE_TOKENS,
         detokenise: TextForm | None = None,
+        text: TextForm | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -65,6 +65,7 @@ class Translator:
         self.device = device
         self.max_source_tokens = max_source_tokens
         self.detokenise = detokenise
+        self.text = TextForm() if text is None else text
 
     @classmethod
     def open(
@@ -110,12 +111,12 @@ class Translator:
         runs = [Run.open(path, option("run")) for path in _paths(run)]
         _check_ensemble(runs)
         text = None if detokenise is None else _form(runs[0], detokenise)
-        exits = (exit, encoder_layers, decoder_layers)
-        settings = _search_settings(runs, search, asks_exit=any(each is not None for each in exits))
+        exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
+        settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
         models = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
         model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
         longest = min(each.max_source_tokens for each in runs)
-        return cls(model, runs[0].tokenizer, settings, where, longest, text)
+        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form)
 
     def translate(
         self,
@@ -186,7 +187,7 @@ class Translator:
         found = translate_lines(
             self.model,
             self.tokenizer,
-            _checked(sentences),
+            warn_of_form(_checked(sentences), self.text),
             self.search,
             max_tokens=max_tokens,
             buffer_lines=buffer_lines,
@@ -264,6 +265,12 @@ def _form(run: Run, language: str) -> TextForm:
             "version; if its text was tokenised by Moses, give the language, for example de"
         )
     text.convert("plain", [])  # reports problems before anything is translated
+    if language:
+        warn_of_missing_rules(language, option("detokenise"))
+    if not text.how("plain"):
+        logger.warning(
+            "%s changes nothing, because %s was trained on plain text; leave it out", option("detokenise"), run.path
+        )
     return text
 
 
@@ -335,44 +342,6 @@ def _check_ensemble(runs: Sequence[Run]) -> None:
             f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
             "tokens; give it alone"
         )
-
-
-def _search_settings(runs: Sequence[Run], changes: Mapping[str, Any], *, asks_exit: bool) -> SearchConfig:
-    """Return the search of the first run with changed settings.
-
-    Args:
-        runs: to decode with.
-        changes: settings by name; those that are None stay.
-        asks_exit: True if the user chooses an exit.
-
-    Raises:
-        ConfigError: if a setting is unknown or out of range, or the model lacks an exit that the search needs.
-    """
-    run = runs[0]
-    settings = run.config.search.model_dump()
-    if (asks_exit or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
-        settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
-    settings |= {key: value for key, value in changes.items() if value is not None}
-    kind = SEARCHES[settings["name"]].config
-    if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
-        owners = [entry.name for entry in SEARCHES.entries if unknown[0] in entry.config.model_fields]
-        remedy = f"use search {' or '.join(owners)}, or leave it out" if owners else "leave it out"
-        raise ConfigError(
-            f"{option(unknown[0])} is no option of search.name={settings['name']}, which decodes here; {remedy}"
-        )
-    try:
-        search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
-    except ValidationError as error:
-        raise ConfigError(
-            [problem_of(problem, option(str(problem["loc"][0]))) for problem in error.errors()]
-        ) from error
-    assert isinstance(search, SearchConfig)
-    if not set(search.needs_exits) <= set(run.config.model.named_exits):
-        raise ConfigError(
-            f"search.name={search.name} needs a run whose model has the exits {' and '.join(search.needs_exits)}, "
-            f"but {run.path} has model.name={run.config.model.name}"
-        )
-    return search
 
 
 def _model(

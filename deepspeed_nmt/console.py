@@ -32,6 +32,8 @@ _HINTS = {
     errno.EACCES: "; change its permissions, or work with a copy of it",
 }
 """Hints for errors of the system."""
+_REQUIREMENTS = {errno.EROFS: "writable", errno.EACCES: "accessible"}
+"""Properties that a file must have and lacks, by the error of the system."""
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines of progress if stderr is not a terminal."""
 ON_BAR = "on_bar"
@@ -149,9 +151,12 @@ def report(error: Exception) -> int:
         return 1
     assert isinstance(error, OSError)
     named = isinstance(error.filename, (str, bytes)) and error.filename  # it may be a descriptor
-    where = f" ({shown(os.fsdecode(error.filename))})" if named else ""
-    hint = _HINTS.get(error.errno or 0, "")
-    logger.error("error: %s%s%s", error.strerror or error, where, hint)
+    name = shown(os.fsdecode(error.filename)) if named else ""
+    reason, hint = error.strerror or error, _HINTS.get(error.errno or 0, "")
+    if (required := _REQUIREMENTS.get(error.errno or 0)) is not None:
+        logger.error("error: %s must be %s, but is not (%s)%s", name or "a file", required, reason, hint)
+        return EXIT_USER_ERROR
+    logger.error("error: %s%s%s", reason, f" ({name})" if name else "", hint)
     return EXIT_USER_ERROR if error.errno == errno.ENAMETOOLONG else 1
 
 

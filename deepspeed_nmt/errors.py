@@ -117,7 +117,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         "; did you mean 'x'?" if a correct word is similar, else a list of the correct words; of many, the nearest.
     """
     choices = sorted(known)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    alike = [each for each in choices if min(len(each), len(word)) > 0.5 * max(len(each), len(word))]
+    close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)  # "ter" is a part of "meteor", no misspelling
     if close:
         return f"; did you mean '{close[0]}'?"
     if len(choices) > _MAX_KNOWN:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
@@ -180,6 +180,20 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("the nesting is too deep") from error
+
+
+def replaces(path: Path, stream: IO[Any]) -> bool:
+    """Return True if writing to ``path`` replaces the file that a stream reads, under whatever name it was opened.
+
+    Pipes, devices and open descriptors are not replaced.
+    """
+    if _descriptor(path) is not None:
+        return False
+    try:
+        old, read = path.stat(), os.fstat(stream.fileno())
+    except OSError:  # a new file, or a stream that is none
+        return False
+    return stat.S_ISREG(old.st_mode) and os.path.samestat(old, read)
 
 
 def check_utf8_name(path: Path, name: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ Kind = Literal["plain", "tokenised"]
 """Kinds of text that metrics score: plain text, or tokens separated by spaces."""
 Form = Literal["raw", "moses", "tokenised", "unknown"]
 
-_TOKENISED_LINES_WORTH_A_WARNING = 0.3
+_LINES_WORTH_A_WARNING = 0.3
+"""Share of lines that shows the form of a text. Fewer show nothing: a tokenised line, too, can end in "etc."."""
+_WITHOUT_ABBREVIATIONS = ("ja", "ko")
+"""Languages for which sacremoses has rules, but no list of abbreviations."""
+_WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,18 @@ class TextForm:
             return cls("moses", target_lang=check_language(target_lang))
         except ValueError as error:
             raise ConfigError(f"{option} {error}") from error
+
+    def __str__(self) -> str:
+        """Return the form and the languages, as far as they are known."""
+        languages = "-".join(filter(None, (self.source_lang, self.target_lang)))
+        return f"{self.form} ({languages})" if languages else self.form
+
+    def contradicts(self, other: TextForm) -> bool:
+        """Return True if two texts differ in form or language; what one does not record is no difference."""
+        forms = {self.form, other.form} - {"unknown"}
+        sources = {self.source_lang, other.source_lang} - {None}
+        targets = {self.target_lang, other.target_lang} - {None}
+        return any(len(each) > 1 for each in (forms, sources, targets))
 
     def problem(self, kind: Kind) -> str:
         """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can.
@@ -151,8 +168,39 @@ def looks_tokenised(lines: Sequence[str]) -> int:
 
     Plain text has no space before a full stop.
     """
-    count = sum(line.endswith(" .") for line in lines)
-    return count if count >= _TOKENISED_LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+    return _if_many(sum(line.endswith(" .") for line in lines), lines)
+
+
+def looks_plain(lines: Sequence[str]) -> int:
+    """Return the number of lines that end in a word with its stop, if they are so many that the text looks plain.
+
+    Otherwise return 0. A tokenizer separates the stop from the word.
+    """
+    return _if_many(sum(_WORD_WITH_STOP.search(line) is not None for line in lines), lines)
+
+
+def _if_many(count: int, lines: Sequence[str]) -> int:
+    return count if count >= _LINES_WORTH_A_WARNING * max(1, len(lines)) else 0
+
+
+def warn_of_missing_rules(language: str, option: str) -> None:
+    """Warn if sacremoses has no rules for a language. Without sacremoses, do nothing.
+
+    Args:
+        language: language code.
+        option: option by which the user gave it.
+    """
+    try:
+        corpus = importlib.import_module("sacremoses.corpus")
+    except ImportError:
+        return
+    if language not in corpus.NonbreakingPrefixes().available_langs and language not in _WITHOUT_ABBREVIATIONS:
+        logger.warning(
+            "%s %s: sacremoses has no rules for this language, so the rules common to all languages are used, with "
+            "the abbreviations of English",
+            option,
+            language,
+        )
 
 
 def sacremoses() -> ModuleType:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.directory import Meta
+    from deepspeed_nmt.data.options import PrepareOptions
 
 HELP = "make a data directory from text files"
 
@@ -98,12 +99,25 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if an option is out of range.
         DataError: if the text cannot be used.
     """
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.data.prepare import prepare
+
+    options = read_options(arguments)
+    output(report(prepare(options), options.cleaning, options.out))
+    return 0
+
+
+def read_options(arguments: argparse.Namespace) -> PrepareOptions:
+    """Return the options of a command line.
+
+    Raises:
+        ConfigError: if an option is out of range, or contradicts another.
+        DataError: if the directory of a given vocabulary cannot be read.
+    """
     from pydantic import ValidationError
 
-    from deepspeed_nmt.console import output
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.options import PrepareOptions
-    from deepspeed_nmt.data.prepare import prepare
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.registry import problem_of
     from deepspeed_nmt.run.vocabulary import verify_vocabulary
@@ -120,8 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(problem_of(problem, _option(problem["loc"])) for problem in error.errors()) from error
     if options.vocab_from is not None:
         verify_vocabulary(options.vocab_from)
-    output(report(prepare(options), options.cleaning, options.out))
-    return 0
+    return options
 
 
 def _option(location: tuple[int | str, ...]) -> str:

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
-    from deepspeed_nmt.files import atomic_text_writer, open_text, text_lines
+    from deepspeed_nmt.files import atomic_text_writer, open_text, replaces, text_lines
 
     _check(arguments)
     target = None if arguments.output == "-" else Path(arguments.output)
@@ -107,6 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
         what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
         raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
     with open_text(arguments.input) as source:
+        if target is not None and replaces(target, source):
+            raise ConfigError(
+                f"--output must be another file than --input, but {target} is the source text; give another path"
+            )
         translator = Translator.open(
             arguments.run,
             checkpoint=arguments.checkpoint,
@@ -123,7 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
             translator.check(text_lines(source, arguments.input), arguments.max_source_tokens)
             source.seek(start)
         interactive = source.isatty()
-        # The output file is replaced only when the translation is complete, so it may be the input.
         writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
         with writer as output, counting("translate", "sentences") as advance:
             translations = translator.stream(

@@ -39,7 +39,7 @@ from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
-from deepspeed_nmt.text import looks_tokenised
+from deepspeed_nmt.text import looks_tokenised, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
@@ -62,6 +62,7 @@ def prepare(options: PrepareOptions) -> Meta:
     out = resolved(options.out)  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
+    _check_outside(out, inputs)
     given = _given_vocabulary(options)
     recorded = options.recorded(given)
     try:
@@ -130,6 +131,8 @@ def _fill(
         for name in (f"{split}.source", f"{split}.target"):
             copy_text(inputs[name], staging / name)
 
+    if options.text == "moses" and options.target_lang is not None:
+        warn_of_missing_rules(options.target_lang, "--target-lang")
     if options.text_form.form == "raw":
         _warn_of_tokens(staging / "valid.target")
 
@@ -268,6 +271,16 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         raise DataError(
             f"--out must be a new directory or hold only what `prepare` made, but {out} has {shown}; move that away, "
             "or choose another --out"
+        )
+
+
+def _check_outside(out: Path, inputs: dict[str, tuple[InputRecord, ...]]) -> None:
+    """Refuse to replace a directory that the text is in, which would be lost with it."""
+    paths = (record.path for records in inputs.values() for record in records)
+    if inside := [path for path in paths if resolved(Path(path)).is_relative_to(out)]:
+        raise DataError(
+            f"--out must be another directory than that of the text, but {out} holds {inside[0]}; choose another "
+            "--out"
         )
 
 

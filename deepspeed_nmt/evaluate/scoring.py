@@ -18,10 +18,12 @@ from deepspeed_nmt.evaluate.bleu import (
     tokenised_bleu,
 )
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
-from deepspeed_nmt.text import looks_tokenised
+from deepspeed_nmt.text import looks_plain, looks_tokenised
 
 COPIES_WORTH_A_WARNING = 0.1
 """Share of copied lines that causes a warning. Names and numbers are legitimate copies."""
+CASED_LINES_WORTH_A_WARNING = 0.3
+"""Share of a reference's lines with upper case that causes a warning of translations without any."""
 MAX_LINES_OF_A_TEST = 50_000
 """Bound on a significance test: the resamples of more lines would not fit into the memory of a common machine."""
 
@@ -119,8 +121,10 @@ def _copies(sentences: list[str], source: list[str] | None) -> int | None:
     return sum(bool(sentence.strip()) and sentence.strip() == original.strip() for sentence, original in pairs)
 
 
-def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
+def warn_of_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> None:
     """Warn of lines that make a score doubtful."""
+    if not lowercase:
+        _warn_of_case(inputs)
     for name, sentences in {**dict(inputs.hypotheses), **inputs.references}.items():
         file, total = shown_name(name), f"{len(sentences):,}"
         empty = sum(not sentence.strip() for sentence in sentences)
@@ -137,6 +141,36 @@ def warn_of_files(inputs: ScoreInputs, tokenised: bool) -> None:
                 f"{periods:,}",
                 total,
             )
+        if tokenised and (stops := looks_plain(sentences)):
+            logger.warning(
+                "%s: %s of %s lines end in a word with its stop and look like plain text, but multi-bleu is for "
+                "tokens; tokenise it as the other files are, or give plain text everywhere, without --tokenised",
+                file,
+                f"{stops:,}",
+                total,
+            )
+
+
+def _warn_of_case(inputs: ScoreInputs) -> None:
+    """Warn of hypotheses in lower case, if many lines of a reference have upper case."""
+    cased = [(name, _with_upper_case(sentences), len(sentences)) for name, sentences in inputs.references.items()]
+    for name, count, total in cased:
+        if count < CASED_LINES_WORTH_A_WARNING * total:
+            continue
+        for hypothesis, sentences in inputs.hypotheses:
+            if not _with_upper_case(sentences):
+                logger.warning(
+                    "%s is in lower case, but %s of %s lines of %s have upper case; give --like RUN if a BERT "
+                    "translated, whose tokenizer also splits words, or --lowercase",
+                    shown_name(hypothesis),
+                    f"{count:,}",
+                    f"{total:,}",
+                    shown_name(name),
+                )
+
+
+def _with_upper_case(sentences: Sequence[str]) -> int:
+    return sum(sentence != sentence.lower() for sentence in sentences)
 
 
 def warn_of_copies(report: ScoreReport) -> None:

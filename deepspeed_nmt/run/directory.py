@@ -25,7 +25,7 @@ from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_t
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name, remove_orphans
+from deepspeed_nmt.files import atomic_write_text, check_utf8_name, parse_json, remove_orphans
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord
 from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.manifest import (
@@ -287,12 +287,42 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     if learning := [key for key in sorted(now) if key.startswith(_LEARNING) and before.get(key) != now[key]]:
         changes = [f"{key} was {before.get(key, 'unset')} and is {now[key]}" for key in learning]
         logger.warning("%s continues with other settings: %s", path, ", ".join(changes))
+    if config.layer.depends_on_micro_batches:
+        _warn_of_micro_batches(path, before, now)
     store = CheckpointStore(path / CHECKPOINTS)
     newest = None
     with suppress(CheckpointError):  # a damaged one is skipped later
         newest = store.read(store.names()[-1], verify=False)
     if newest is not None:
         check_record(newest, config, data.vocabulary)
+
+
+def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Warn if updates are cut into other micro-batches than at the last start, on which random choices depend.
+
+    Args:
+        path: run directory.
+        before: settings of the last start.
+        now: settings of this one.
+    """
+    changes = [
+        f"{key} was {before.get(key, 'unset')} and is {now[key]}"
+        for key in sorted(now)
+        if key.startswith("batch.") and before.get(key) != now[key]
+    ]
+    with suppress(OSError, ValueError, KeyError, TypeError):  # of an older version, or damaged
+        ranks = int(parse_json((path / ENVIRONMENT_FILE).read_bytes())["ranks"])
+        sizes = [(ranks, before), (int(environment()["ranks"]), now)]
+        old, new = (count // int(str(settings["engine.tensor_parallel"])) for count, settings in sizes)
+        if old != new:
+            changes.append(f"there were {old} data-parallel ranks and are {new}")
+    if changes:
+        logger.warning(
+            "%s: the random choices of layer.name=%s for each micro-batch are others from now on, because %s",
+            path,
+            now["layer.name"],
+            " and ".join(changes),
+        )
 
 
 def _check_own(path: Path) -> None:

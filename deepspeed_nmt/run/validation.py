@@ -20,7 +20,7 @@ def _known(value: object) -> object:
         raise ValueError(f"must be auto or a list of {known}, but is {shown(value)}")
     for name in () if isinstance(value, str) else value:
         if not isinstance(name, str) or name not in METRICS:
-            hint = did_you_mean(str(name), METRICS)
+            hint = "; give auto alone, without brackets" if name == "auto" else did_you_mean(str(name), METRICS)
             raise ValueError(f"must be auto or a list of {known}, but has {shown(name)}{hint}")
     return value
 
@@ -82,14 +82,20 @@ class ValidationConfig(Config):
             ConfigError: if the text cannot be brought into the form that a metric requires.
         """
         names = AUTO[text.form] if self.metrics == "auto" else self.metrics
-        if self.best_by not in ("auto", "loss", *names):
-            names = (*names, self.best_by)
         problems = [
             f"the metric {name} needs {METRICS[name].kind} text, but {reason}; set validation.metrics to others, or "
             "run `prepare` again with --text and --target-lang"
             for name in names
             if (reason := text.problem(METRICS[name].kind))
         ]
+        if self.best_by not in ("auto", "loss", *names):
+            kind = METRICS[self.best_by].kind
+            if reason := text.problem(kind):
+                problems.append(
+                    f"validation.best_by={self.best_by} needs {kind} text, but {reason}; set validation.best_by to "
+                    f"{', '.join(names)} or loss, or run `prepare` again with --text and --target-lang"
+                )
+            names = (*names, self.best_by)
         if problems:
             raise ConfigError(problems)
         metrics = tuple(METRICS[name] for name in dict.fromkeys(names))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import DataError, option
+from deepspeed_nmt.text import TextForm, looks_plain, looks_tokenised
 
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
@@ -14,6 +16,8 @@ UNKNOWN_WORTH_A_WARNING = 0.05
 """Share of unknown tokens that causes a warning. Rare characters and new words are a smaller share."""
 
 _NAMED_LINES = 5
+_LINES_OF_A_FORM = 100
+"""Lines that show the form of a text."""
 
 
 class Tokenizer(Protocol):
@@ -31,6 +35,40 @@ class Tokenizer(Protocol):
     def decode(self, tokens: list[int], /) -> str:
         """Decode target tokens into a sentence."""
         ...
+
+
+def warn_of_form(lines: Iterable[str], text: TextForm) -> Iterator[str]:
+    """Yield the lines of a source text, and warn if the first of them are not in the form of the training text.
+
+    Args:
+        lines: the text.
+        text: form of the training text.
+    """
+    first: list[str] | None = []
+    for line in lines:
+        yield line
+        if first is not None:
+            first.append(line.rstrip())
+            if len(first) == _LINES_OF_A_FORM:
+                _warn_of_form(first, text)
+                first = None
+    if first:
+        _warn_of_form(first, text)
+
+
+def _warn_of_form(lines: Sequence[str], text: TextForm) -> None:
+    if text.form == "raw" and (count := looks_tokenised(lines)):
+        look, trained, remedy = "end in ' .' and look tokenised", "raw text", "give plain text"
+    elif text.form in ("moses", "tokenised") and (count := looks_plain(lines)):
+        look, trained = "end in a word with its stop and look like plain text", "tokenised text"
+        remedy = "tokenise it as the training text was"
+        if text.form == "moses":
+            remedy += f", for example by `sacremoses -l {text.source_lang or 'LANGUAGE'} tokenize`"
+    else:
+        return
+    logger.warning(
+        "%s of the first %s lines %s, but the run was trained on %s; %s", count, len(lines), look, trained, remedy
+    )
 
 
 class SourceLines:

@@ -32,6 +32,7 @@ from pathlib import Path
 from deepspeed_nmt.cli import main as deepspeed_nmt
 from deepspeed_nmt.commands import prepare
 from deepspeed_nmt.console import logger, setup_logging
+from deepspeed_nmt.data.directory import open_tokenizer
 from deepspeed_nmt.errors import UserError
 from deepspeed_nmt.files import atomic_text_writer, sha256_of
 from deepspeed_nmt.text import sacremoses, tokenise
@@ -180,6 +181,17 @@ TASKS = {
 }  # fmt: skip
 
 
+_OWNED = {
+    **{f"--{split}-{side}": "leave it out" for split in ("train", "valid", "test") for side in ("source", "target")},
+    "--source-lang": "leave it out",
+    "--target-lang": "leave it out",
+    "--segmented": "leave it out",
+    "--max-ratio": "give --ratio",
+    "--keep-duplicates": "give --no-dedup",
+}
+"""Options of `prepare` that a script sets, with remedies."""
+
+
 def defaults(task: Task, text: str) -> str:
     """Return the settings of a task as options of its script."""
     ratio = "" if task.ratio is None else f" --ratio {task.ratio:g}"
@@ -191,13 +203,12 @@ def main() -> int:
     parser, task_name = _parser(), sys.argv[1] if len(sys.argv) > 1 else ""
     parser.prog = f"launch/data/{task_name}.sh"
     arguments, more = parser.parse_known_args()
-    task, setup = TASKS[arguments.task], argparse.ArgumentParser(prog=parser.prog, add_help=False)
+    task = TASKS[arguments.task]
     out: Path = arguments.out or Path("data", arguments.task)
     text = arguments.text or task.text
     words = _prepare_words(task, text, arguments, more, out)
-    prepare.add_arguments(setup)
-    setup.parse_args(words)  # a wrong option ends the program before anything is fetched
     setup_logging()
+    _check(parser, arguments, more, text, words)
     logger.info(f"defaults of {arguments.task}: {defaults(task, text)}")
     logger.info(f"prepare {shlex.join(words)}")
     try:
@@ -216,7 +227,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of a script's options, all but those of `prepare`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     parser.add_argument("task", choices=list(TASKS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--from", type=Path, dest="archives", metavar="DIR")
@@ -232,6 +243,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    more: Sequence[str],
+    text: str,
+    words: Sequence[str],
+) -> None:
+    """End the program with a message if an option is wrong, before anything is fetched.
+
+    Args:
+        parser: parser of the script's options.
+        arguments: options of the script.
+        more: other words of the user, for `prepare`.
+        text: form of the text.
+        words: arguments of `prepare`.
+    """
+    if "" in sys.argv:
+        parser.error("arguments must not be empty, but one is; is a variable of the shell unset?")
+    for word in more:
+        name = word.partition("=")[0]
+        if name in _OWNED:
+            parser.error(f"{name} is set by the script; {_OWNED[name]}")
+    if arguments.normalise and text == "raw":
+        parser.error("--normalise is for --text moses, but the text is raw; leave it out, or give --text moses")
+    setup = argparse.ArgumentParser(prog=parser.prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    prepare.add_arguments(setup)
+    try:
+        options = prepare.read_options(setup.parse_args(words))
+        if options.vocab_from is not None:
+            open_tokenizer(options.vocab_from)
+    except UserError as error:
+        parser.error(str(error).replace("--max-ratio", "--ratio"))
+
+
 def _text_directory(out: Path, text: str, normalise: bool) -> Path:
     """Return the directory of the text that is prepared; text of other settings has another one."""
     return out / ("raw" if text == "raw" else "moses-normalised" if normalise else "moses")
@@ -244,9 +289,10 @@ def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: S
     length = task.max_length if arguments.max_length is None else arguments.max_length
     ratio = task.ratio if arguments.ratio is None else arguments.ratio
     if ratio is None:
-        ratio = float(length)  # removes nothing: a ratio cannot exceed the length
-    words = ["--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
-    words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}", "--ratio-from", "1"]
+        ratio = float(max(1, length))  # removes nothing: a ratio cannot exceed the length
+    # Words of the user stand where no option takes several values, which would take a stray word for one more.
+    words = ["--ratio-from", "1", *more, "--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
+    words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}"]
     words += ["--threads", str(arguments.threads)]
     words += [] if arguments.dedup else ["--keep-duplicates"]
     words += ["--text", text, "--source-lang", task.source, "--target-lang", task.target]
@@ -254,7 +300,7 @@ def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: S
     for split in ("train", "valid", "test"):
         for side, language in (("source", task.source), ("target", task.target)):
             words += [f"--{split}-{side}", str(directory / f"{split}.{language}")]
-    return [*words, *more]
+    return words
 
 
 def _get_archives(task: Task, out: Path, given: Path | None) -> dict[str, Path]:

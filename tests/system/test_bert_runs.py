@@ -96,7 +96,8 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
         assert "raise --length-beam to 7" in capsys.readouterr().err
     wrong = ["--beam", "2"] if recipe.startswith("abnet") else ["--iterations", "2"]
     assert main([*words, *wrong]) == 2
-    assert f"{wrong[0]} is no option of search.name=" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{wrong[0]} is no option of search.name=" in said and "which decodes here; leave it out\n" in said
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,50 @@ def test_raw_text_of_iwslt_goes_to_the_tokenizers_of_berts(
     assert sum(file["lines"] for file in meta["inputs"]["test.source"]) == 3 * LINES
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("extra", "unrecognized arguments: extra"),
+        ("--dedup extra", "unrecognized arguments: extra"),
+        ("--vocab-size -5", "--vocab-size must be greater than 4, but is -5"),
+        ("--ratio 0", "--ratio must be greater than or equal to 1, but is 0.0"),
+        ("--threads 0", "--threads must be greater than or equal to 1, but is 0"),
+        ("--max-length 0", "--max-length must be greater than or equal to 1, but is 0"),
+        ("--seed -1", "--seed must be greater than or equal to 0, but is -1"),
+        ("--train-source x", "--train-source is set by the script; leave it out"),
+        ("--test-target=x", "--test-target is set by the script; leave it out"),
+        ("--train-s x", "unrecognized arguments: --train-s x"),
+        ("--source-lang fr", "--source-lang is set by the script; leave it out"),
+        ("--segmented", "--segmented is set by the script; leave it out"),
+        ("--ratio 1.5 --max-ratio 3", "--max-ratio is set by the script; give --ratio"),
+        ("--dedup --keep-duplicates", "--keep-duplicates is set by the script; give --no-dedup"),
+        ("--text tokenised", "argument --text: invalid choice: 'tokenised'"),
+        ("--text raw --normalise", "--normalise is for --text moses, but the text is raw; leave it out"),
+        ("--vocab-from nowhere", "nowhere must"),
+        ("--out ", "arguments must not be empty, but one is"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_fetched(
+    pipeline: ModuleType,
+    words: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def fetched(*_: object, **__: object) -> None:
+        raise AssertionError("fetched")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "_get_archives", fetched)
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "wmt14_ende", *words.split(" ")])
+    with pytest.raises(SystemExit) as ended:
+        pipeline.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said and len(said.splitlines()) == 1, said
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_and_damaged_archives_are_named(pipeline: ModuleType, tmp_path: Path) -> None:
     archives, cache = tmp_path / "archives", tmp_path / "sacrebleu"
     words = ["--from", str(archives), "--out", str(tmp_path / "out"), "--vocab-size", "300"]

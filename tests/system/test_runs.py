@@ -419,6 +419,9 @@ def test_a_run_of_moses_text_is_scored_by_every_metric_and_detokenised(
         command = ["translate", "--run", str(path), "--checkpoint", "update-0000012", "--beam", "1", *option]
         assert main([*command, "--input", str(text / "test.en"), "--output", str(out)]) == 0
         outputs[(path, *option)] = out.read_text(encoding="utf-8").splitlines()
+        said = capsys.readouterr().err
+        assert ("look like plain text, but the run was trained on tokenised text" in said) == (path == run)
+        assert (f"--detokenise changes nothing, because {whole} was trained on plain" in said) == (path == whole)
     tokens = outputs[run,]
     assert outputs[run, "--detokenise"] == detokenise(tokens, "de")
     assert outputs[run, "--detokenise", "fr"] == detokenise(tokens, "fr")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt.console import log_to, logger, report, setup_logging
+from deepspeed_nmt.errors import EXIT_USER_ERROR
 from tests.support import ROOT
 
 CLOSED = """
@@ -78,11 +79,25 @@ def test_a_log_file_that_cannot_be_written_is_reported_once(capsys: pytest.Captu
     assert "one\n" in error and "two\n" in error and "Traceback" not in error
 
 
-def test_a_read_only_file_system_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.EROFS, "Read-only file system", "RO/.lock"),
+            "'RO/.lock' must be writable, but is not (Read-only file system); make it writable, or work with a copy",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "run/.lock"),
+            "'run/.lock' must be accessible, but is not (Permission denied); change its permissions, or work with a",
+        ),
+    ],
+)
+def test_files_without_permission_are_a_mistake_of_the_user(
+    error: OSError, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging()
-    assert report(OSError(errno.EROFS, "Read-only file system", "RO/.lock")) == 1
-    said = capsys.readouterr().err
-    assert "Read-only file system ('RO/.lock'); make it writable, or work with a copy of it" in said
+    assert report(error) == EXIT_USER_ERROR
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_python_without_docstrings() -> None:

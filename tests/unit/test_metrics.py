@@ -13,7 +13,7 @@ from deepspeed_nmt.config import load_config, validate
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.run.validation import ValidationConfig
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, warn_of_missing_rules
 
 RAW, TOKENISED, UNKNOWN = TextForm(form="raw"), TextForm(form="tokenised"), TextForm()
 MOSES = TextForm(form="moses", source_lang="de", target_lang="en")
@@ -78,6 +78,26 @@ def test_a_metric_that_the_text_does_not_allow_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs tokenised text, but the form of the text is not recorded"):
         chosen(UNKNOWN, metrics=["bleu_tokenised"])
     assert chosen(replace(RAW, target_lang="de"), metrics=["bleu_tokenised"])[0] == ["bleu_tokenised"]
+    with pytest.raises(ConfigError) as caught:
+        chosen(TOKENISED, best_by="bleu")
+    assert caught.value.problems == [
+        "validation.best_by=bleu needs plain text, but the text is tokenised by unknown rules; set "
+        "validation.best_by to bleu_tokenised or loss, or run `prepare` again with --text and --target-lang"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "hint"),
+    [
+        ("[bleu,meteor]", "but has 'meteor'; known: bleu, bleu_tokenised, chrf, ter"),
+        ("[blue]", "but has 'blue'; did you mean 'bleu'?"),
+        ("[auto]", "but has 'auto'; give auto alone, without brackets"),
+    ],
+)
+def test_unknown_metrics_are_explained(metrics: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=[f"validation.metrics={metrics}"])
+    assert str(caught.value).endswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +160,10 @@ def test_without_sacremoses_the_message_says_what_to_install(monkeypatch: pytest
     assert Scorer([METRICS["bleu_tokenised"]], MOSES, REFERENCES)(REFERENCES)["bleu_tokenised"] == pytest.approx(
         100.0
     )
+
+
+def test_languages_without_rules_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for language in ("de", "en", "ja", "xx"):
+        warn_of_missing_rules(language, "--target-lang")
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("--target-lang xx: sacremoses has no rules for this language, so the rules ")

@@ -401,6 +401,17 @@ def test_a_directory_with_other_files_is_never_replaced(texts: dict[str, Any]) -
     assert (texts["out"] / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_directory_that_holds_the_text_is_not_replaced(texts: dict[str, Any], tmp_path: Path) -> None:
+    _prepare(texts)
+    (tmp_path / "link").symlink_to(texts["out"] / "valid.source")
+    inside = {"test_source": (tmp_path / "link",), "test_target": texts["valid_target"]}
+    with pytest.raises(
+        DataError, match=r"--out must be another directory than that of the text, but .* holds .*link"
+    ):
+        _prepare(texts, **inside, overwrite=True)
+    assert (texts["out"] / "valid.source").read_bytes() == VALID_SOURCE
+
+
 def test_vocabulary_of_another_directory(texts: dict[str, Any], tmp_path: Path) -> None:
     _prepare(texts)
     texts["train_source"][0].write_text("\n".join(SOURCE[:50]))
@@ -670,6 +681,8 @@ def test_the_form_of_the_text_is_recorded(texts: dict[str, Any], capsys: pytest.
     assert "valid.target: 2 of 4 lines end in ' .' and look tokenised" in capsys.readouterr().err
     _prepare(texts, overwrite=True, **moses)
     assert "look tokenised" not in capsys.readouterr().err
+    _prepare(texts, overwrite=True, text="moses", target_lang="xx")
+    assert "--target-lang xx: sacremoses has no rules for this language" in capsys.readouterr().err
 
 
 def test_real_text(shared_data: Path, tmp_path: Path) -> None:

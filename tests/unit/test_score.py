@@ -208,8 +208,36 @@ def test_tokenised_text_without_the_option_is_warned_of(tmp_path: Path, capsys: 
     words = ["score", "--hypothesis", hypothesis, "--reference", reference]
     assert main(words) == 0
     assert "hyp.tok.de: 1 of 2 lines end in ' .' and look tokenised" in capsys.readouterr().err
+    write(Path(reference), ["das haus ist alt .", "das ist gut"])
     assert main([*words, "--tokenised"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("option", ["--tokenised", "--segmented"])
+def test_plain_text_next_to_tokens_is_warned_of(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = write(tmp_path / "ref.de", REFERENCE)
+    hypothesis = write(tmp_path / "hyp.tok.de", list(tokenise(REFERENCE, "de")))
+    words = ["score", "--hypothesis", hypothesis, "--reference", reference]
+    assert main([*words, option]) == 0
+    said = capsys.readouterr().err
+    assert "ref.de: 3 of 3 lines end in a word with its stop and look like plain text, but multi-bleu" in said
+    assert "hyp.tok.de" not in said
+
+
+def test_lower_case_against_upper_case_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hypothesis = write(tmp_path / "hyp.de", [line.lower() for line in HYPOTHESIS])
+    reference = write(tmp_path / "ref.de", REFERENCE)
+    words = ["score", "--hypothesis", hypothesis, "--reference", reference]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert f"{hypothesis} is in lower case, but 3 of 3 lines of {reference} have upper case; give --like RUN" in said
+    assert main([*words, "--lowercase"]) == 0
+    write(Path(reference), [*(line.lower() for line in REFERENCE[:-1]), ""])
+    write(Path(hypothesis), REFERENCE)
+    assert "upper case" not in capsys.readouterr().err
+    assert main(words) == 0 and "upper case" not in capsys.readouterr().err
 
 
 def test_only_a_line_feed_ends_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.source_lines import warn_of_form
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
+from deepspeed_nmt.text import TextForm
 
 
 class Letters:
@@ -203,6 +205,30 @@ def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: li
     list(translate_lines(model, Alphabet(), ["日本", "a" * 30, "b" * 30], CONFIG, max_source_tokens=9, warn=False))
     list(translate_lines(model, Alphabet(), [], CONFIG))
     assert not warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "said"),
+    [
+        (
+            TextForm("moses", "en"),
+            ["A dog sleeps.", "Yes"],
+            "1 of the first 2 lines end in a word with its stop and look like plain text, but the run was trained on "
+            "tokenised text; tokenise it as the training text was, for example by `sacremoses -l en tokenize`",
+        ),
+        (TextForm("moses", "en"), ["A dog sleeps .", "Yes", "Mr. Smith", "and so on etc."], ""),
+        (TextForm("tokenised"), ["It is so?"], "trained on tokenised text; tokenise it as the training text was"),
+        (TextForm("raw"), ["A dog sleeps .\n"], "1 of the first 1 lines end in ' .' and look tokenised, but the run"),
+        (TextForm("raw"), ["A dog sleeps.\n"], ""),
+        (TextForm(), ["A dog sleeps.", "A dog sleeps ."], ""),
+        (TextForm("raw"), [*["A dog sleeps."] * 100, *["A dog sleeps ."] * 100], ""),
+    ],
+)
+def test_a_source_of_another_form_than_the_training_text_is_warned_of(
+    text: TextForm, lines: list[str], said: str, warnings: list[str]
+) -> None:
+    assert list(warn_of_form(iter(lines), text)) == lines
+    assert [said in each for each in warnings] == [True] * bool(said)
 
 
 def test_nbest(model: TranslationModel) -> None:

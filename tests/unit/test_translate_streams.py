@@ -80,9 +80,27 @@ def test_compressed_text_in_a_pipe_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not target.exists() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_output_may_be_the_input(tmp_path: Path) -> None:
+def test_an_existing_output_keeps_its_mode(tmp_path: Path) -> None:
+    source, target = tmp_path / "text", tmp_path / "target"
+    source.write_text("".join(LINES))
+    target.touch(0o640)
+    assert translate(source, target) == 0
+    assert target.read_text() == REVERSED and target.stat().st_mode & 0o777 == 0o640
+
+
+def test_the_source_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "text"
     path.write_text("".join(LINES))
-    path.chmod(0o640)
-    assert translate(path, path) == 0
-    assert path.read_text() == REVERSED and path.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "symbolic").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    for other in (path, tmp_path / "folder/../text", tmp_path / "symbolic", tmp_path / "hard"):
+        assert translate(path, other) == 2
+        said = capsys.readouterr().err
+        assert f"--output must be another file than --input, but {other} is the source text" in said
+    with path.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert translate("-", path) == 2
+    assert path.read_text() == "".join(LINES)
