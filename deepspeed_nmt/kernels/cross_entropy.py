@@ -150,7 +150,9 @@ def _in_chunks(
     d_states = [torch.empty_like(x) for x in states] if with_gradient else []
     d_weight = torch.zeros_like(weight_VD, dtype=accumulate) if of_weight else None
     d_bias = torch.zeros(held, dtype=accumulate, device=weight_VD.device) if of_bias else None
-    step = chunk_rows(held * len(states), states[0], kernels)
+    # Ranks whose slices differ in size take the same chunks, since they exchange numbers in each.
+    widest = held if vocabulary is None else vocabulary.largest
+    step = chunk_rows(widest * len(states), states[0], kernels)
     for start in range(0, rows, step):
         chunks, targets = [x[start : start + step] for x in states], targets_N[start : start + step]
         counted = targets != ignore_index

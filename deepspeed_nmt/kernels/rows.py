@@ -16,10 +16,12 @@ class VocabularySlice(Protocol):
     Attributes:
         start: index of the first token held.
         size: tokens of the whole vocabulary.
+        largest: tokens of the largest slice, the same on all ranks.
     """
 
     start: int
     size: int
+    largest: int
 
     def sum(self, x: Tensor) -> None:
         """Sum ``x`` over those ranks, in place."""

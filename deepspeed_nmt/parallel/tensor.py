@@ -46,7 +46,7 @@ SLICE = "tensor_slice"
 
 
 class Slice:
-    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``."""
+    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``, at most ``largest``."""
 
     def __init__(self, dim: int, size: int, world: World) -> None:
         self.dim, self.size = dim, size
@@ -54,6 +54,7 @@ class Slice:
         self.start, self.stop = (
             size * place // world.tensor_ranks for place in (world.tensor_rank, world.tensor_rank + 1)
         )
+        self.largest = -(-size // world.tensor_ranks)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of a whole tensor, as a view."""
@@ -335,7 +336,7 @@ class _Vocabulary:
     """Rows of the output matrix that this rank holds; a :class:`deepspeed_nmt.kernels.rows.VocabularySlice`."""
 
     def __init__(self, part: Slice, group: Any) -> None:
-        self.start, self.size = part.start, part.size
+        self.start, self.size, self.largest = part.start, part.size, part.largest
         self._group = group
 
     def sum(self, x: Tensor) -> None:

@@ -8,6 +8,8 @@ import torch
 from deepspeed_nmt.kernels import cross_entropy, ops
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import chunk_rows, projected_cross_entropy, projected_cross_entropy_ref
+from deepspeed_nmt.parallel import tensor
+from deepspeed_nmt.parallel.world import World
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -40,6 +42,32 @@ def test_a_gpu_takes_thousands_of_rows_at_once_within_a_bound_of_memory(vocabula
 def test_the_chunks_of_a_cpu_fit_its_cache() -> None:
     x = torch.empty(0)
     assert [chunk_rows(vocabulary, x, Kernels()) for vocabulary in (500, 33_000, 10**8)] == [8388, 127, 1]
+
+
+def test_ranks_with_slices_of_different_size_take_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 10 and 11 tokens: ranks that disagreed on the chunks would wait for one another for ever."""
+    monkeypatch.setitem(cross_entropy._CHUNK_BYTES, "cpu", 30 * 4)
+    exchanges: dict[int, int] = {}
+
+    class Slice:
+        def __init__(self, rank: int) -> None:
+            part = tensor.Slice(0, 21, World(rank, 2, rank, torch.device("cpu"), 2))
+            self.start, self.size, self.largest, self.rank = part.start, part.size, part.largest, rank
+            self.held = part.stop - part.start
+
+        def sum(self, x: torch.Tensor) -> None:
+            exchanges[self.rank] = exchanges.get(self.rank, 0) + 1
+
+        max = sum
+
+    held = []
+    for part in (Slice(0), Slice(1)):
+        weight = torch.randn(part.held, 4)
+        projected_cross_entropy(
+            [torch.randn(6, 4)], weight, torch.ones(6, dtype=torch.int64), 0.1, 0, vocabulary=part
+        )
+        held.append(part.held)
+    assert held == [10, 11] and exchanges[0] == exchanges[1]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
