@@ -45,7 +45,8 @@ DATA = {"data": ["--vocab-size=400"], "bert-data": ["--tokenizer=hf:./berts/en,.
 LAYOUTS = {"zero2": ["engine.name=deepspeed", "engine.ds_config=zero2"], "plain": ["engine.name=plain"]}
 COMMON = [
     *("batch.update_tokens=300", "batch.micro_tokens=200", "schedule.warmup_updates=10", "optimizer.lr=3e-3"),
-    "optimizer.clip_norm=1.0",  # explicit, because recipes have changed
+    # Explicit, because recipes have changed.
+    *("optimizer.clip_norm=1.0", "optimizer.beta2=0.98", "schedule.initial_lr=1e-7"),
     *("training.max_updates=30", "training.validate_every=15", "training.log_every=1", "training.keep_last=9"),
     *("validation.max_sentences=7", "collapse.every=10", "collapse.sentences=16", "engine.device=cpu"),
 ]
@@ -58,7 +59,7 @@ TOP = [*TINY, "model.top_encoder_layers=1", "model.top_decoder_layers=1", "searc
 BOTH_NETS: tuple[list[str], ...] = ([], ["--rerank", "deep-shallow"])
 BERTS = ["model.source_encoder=./berts/en", "model.target_encoder=./berts/de"]
 ADAPTERS = ["model.adapter_dim=24", "search.iterations=3", "search.length_beam=4"]
-TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds"}
+TIMINGS = {"perf/target_tokens_per_s", "perf/data_wait", "perf/memory", "perf/mfu", "collapse/seconds", "perf/hours"}
 PROCESSES = multiprocessing.get_context("forkserver")  # importing torch for each command would dominate
 LOCK = threading.Lock()  # multiprocessing is not thread-safe
 

@@ -23,7 +23,7 @@ from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option, shown
-from deepspeed_nmt.parallel.device import uses_cuda
+from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
 from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.ensemble import Ensemble
@@ -99,7 +99,10 @@ class Translator:
                 for ``device="cuda"``.
             CheckpointError: if the checkpoint does not exist or is damaged.
         """
-        where = torch.device("cuda" if uses_cuda(device, option("device")) else "cpu")
+        where = torch.device("cpu")
+        if uses_cuda(device, option("device")):
+            where = torch.device("cuda", torch.cuda.current_device())
+            prepare_gpu(where)
         _check_type("checkpoint", checkpoint, (str, Path), "best, last, average, or a path")
         _check_type("exit", exit, (str, type(None)), "the name of an exit")
         for name, layers in (("encoder_layers", encoder_layers), ("decoder_layers", decoder_layers)):

@@ -66,6 +66,18 @@ class TextForm:
         except ValueError as error:
             raise ConfigError(f"{option} {error}") from error
 
+    def __str__(self) -> str:
+        """Return the form and the languages, as far as they are known."""
+        languages = "-".join(filter(None, (self.source_lang, self.target_lang)))
+        return f"{self.form} ({languages})" if languages else self.form
+
+    def contradicts(self, other: TextForm) -> bool:
+        """Return True if two texts differ in form or language; what one does not record is no difference."""
+        forms = {self.form, other.form} - {"unknown"}
+        sources = {self.source_lang, other.source_lang} - {None}
+        targets = {self.target_lang, other.target_lang} - {None}
+        return any(len(each) > 1 for each in (forms, sources, targets))
+
     def problem(self, kind: Kind) -> str:
         """Return the reason why translations cannot be made plain or tokenised, as a clause; "" if they can.
 

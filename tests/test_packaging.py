@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("cpu", "cuda", "v100")
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.rglob("*.sh")), *sorted(LAUNCH.glob("*.sbatch")), ROOT / ".ci" / "run"]
+SCRIPTS += sorted((ROOT / "benchmarks").rglob("*.sh"))
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -151,7 +152,7 @@ def test_shellcheck_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-PROGRAMS = [str(path.relative_to(LAUNCH)) for path in SCRIPTS if path.parent.name != ".ci"]
+PROGRAMS = [str(path.relative_to(LAUNCH)) for path in SCRIPTS if path.is_relative_to(LAUNCH)]
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "lib.sh"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _VOCAB_SIZE = "32000"
 _MAX_GPUS = 1_000_000
+_NUM_GPUS, _MFU = 1, 0.3
 HELP = "plan memory and speed of a recipe, or list a sweep"
 
 
@@ -43,9 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of the vocabulary, or SOURCE,TARGET (default: those of the recipe's BERTs, or 32000)",
     )
     parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
-    parser.add_argument("--num-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     parser.add_argument(
-        "--mfu", type=float, default=0.3, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
+        "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=_MFU, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
@@ -117,8 +120,20 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
+    if arguments.point is not None and (unused := _set_for_a_plan(arguments)):
+        problems.append(
+            f"--point prints the arguments of a point for `train` and plans nothing, but {unused[0]} is given; leave "
+            f"out {' and '.join(unused)}, or --point"
+        )
     if problems:
         raise ConfigError(problems)
+
+
+def _set_for_a_plan(arguments: argparse.Namespace) -> list[str]:
+    """Return the options given that change plans alone."""
+    defaults = {"vocab_size": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU, "json": False}
+    given = vars(arguments)
+    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
 
 
 def _is_size(text: str) -> bool:

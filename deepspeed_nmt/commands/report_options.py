@@ -35,6 +35,19 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def check_decoding(arguments: argparse.Namespace) -> None:
+    """Check the options for the translation.
+
+    Raises:
+        ConfigError: if one is out of range.
+    """
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.search.translate import out_of_bounds
+
+    if problems := out_of_bounds({"max_tokens": arguments.max_tokens}):
+        raise ConfigError(problems)
+
+
 def read_text(arguments: argparse.Namespace) -> ParallelText | None:
     """Read the text to translate; return None if no option names one.
 
@@ -50,6 +63,5 @@ def read_text(arguments: argparse.Namespace) -> ParallelText | None:
     if (None in files and files != (None, None)) or (arguments.data is not None and files != (None, None)):
         raise ConfigError("the test set must be named by --data, or by --input and --reference; give one of the two")
     if arguments.data is not None:
-        data = DataDirectory.open(arguments.data)
-        return ParallelText.read(data.text("test", "source"), data.text("test", "target"))
+        return ParallelText.of(DataDirectory.open(arguments.data))
     return None if arguments.input is None else ParallelText.read(*files)

@@ -1,21 +1,22 @@
-"""Compare the runs of a sweep: final training perplexity, BLEU, source reliance and hours of each point.
+"""Compare the runs of a sweep: final training perplexity, score, source reliance and hours of each point.
 
     deepspeed-nmt report sweep deep_decoder_fig1 --runs runs/fig1 --data DATA
 
 The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A run
 belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or --input and
 --reference, each run translates the test set by its own search, and the score is recorded in the run, so that it is
-translated once; otherwise BLEU is the best of validation. Points without a run, and unfinished runs, are named.
+translated once; otherwise the score is the best of validation, by the first metric that any run has logged. Runs
+without it and unfinished runs are named, and points without a run are counted.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.report_options import add_decoding, add_picture, read_text
+from deepspeed_nmt.commands.report_options import add_decoding, add_picture, check_decoding, read_text
 
 if TYPE_CHECKING:
     from deepspeed_nmt.run.outcome import Outcome
@@ -40,150 +41,87 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: if there is no run of the sweep, or no test set where one is named.
     """
     from deepspeed_nmt.console import logger, output
-    from deepspeed_nmt.errors import DataError
     from deepspeed_nmt.evaluate.picture import check_picture
     from deepspeed_nmt.evaluate.table import json_line, text_table
-    from deepspeed_nmt.run.sweep import Sweep
+    from deepspeed_nmt.run.sweep import Sweep, choose_runs, warn_of_differences
 
+    check_decoding(arguments)
     check_picture(arguments.out)
     sweep = Sweep(arguments.sweep)
     text = read_text(arguments)
-    runs = _read_runs(arguments.runs)
-    found = [sweep.runs_of(point, runs) for point in sweep.points]
-    if not any(found):
-        raise DataError(
-            f"--runs must hold runs of the sweep {sweep.name}, but of the {len(runs)} runs in {arguments.runs} none "
-            f"has the settings of a point; `plan --sweep {sweep.name}` lists them"
-        )
-    chosen = [each[0] if each else None for each in found]
-    _warn_of_runs(sweep, found, arguments.runs)
-    _warn_of_settings(sweep, chosen)
-    rows = [_row(point, run, text, arguments) for point, run in zip(sweep.points, chosen, strict=True)]
-    bleu = "validation BLEU" if text is None else "test BLEU"
-    _draw(sweep, rows, bleu, arguments.out)
-    output("\n".join(map(json_line, rows)) if arguments.json else text_table(_table(sweep, rows, bleu)))
+    runs = choose_runs(sweep, arguments.runs)
+    warn_of_differences(sweep, runs)
+    trained = [run for run in runs if run is not None]
+    metric, scores = _validation_scores(trained) if text is None else _test_scores(trained, text, arguments)
+    rows = [_row(point, run, metric, scores) for point, run in zip(sweep.points, runs, strict=True)]
+    title = f"{'validation' if text is None else 'test'} {metric}"
+    _draw(sweep, rows, title, arguments.out)
+    output("\n".join(map(json_line, rows)) if arguments.json else text_table(_table(sweep, rows, title)))
     logger.info("picture: %s", arguments.out)
     return 0
 
 
-def _read_runs(directory: Path) -> list[Outcome]:
-    """Read the runs in a directory; a run whose settings cannot be read is left out with a warning.
-
-    Raises:
-        DataError: if there is no such directory.
-    """
+def _validation_scores(runs: Sequence[Outcome]) -> tuple[str, Mapping[Path, float | None]]:
+    """Return the name of a metric of validation, one for all runs, and the best score of each run by its path."""
     from deepspeed_nmt.console import logger
-    from deepspeed_nmt.errors import ConfigError, DataError
-    from deepspeed_nmt.run.manifest import CONFIG_FILE
-    from deepspeed_nmt.run.outcome import Outcome
+    from deepspeed_nmt.evaluate.curves import validation_metric
 
-    if not directory.is_dir():
-        raise DataError(f"--runs must be a directory of run directories, but there is no directory {directory}")
-    runs = []
-    for path in sorted(directory.iterdir()):
-        if (path / CONFIG_FILE).is_file():
-            try:
-                runs.append(Outcome.read(path))
-            except ConfigError as error:
-                logger.warning("%s is left out, because its settings cannot be read: %s", path, error)
-    return runs
+    metric = validation_metric(run.curves for run in runs if run.curves is not None).name
+    scores = {run.path: run.best(metric) for run in runs}
+    if without := [path.name for path, score in scores.items() if score is None]:
+        logger.warning("no validation %s is logged by %s", metric, ", ".join(without))
+    return metric, scores
 
 
-def _warn_of_runs(sweep: Sweep, found: Sequence[Sequence[Outcome]], directory: Path) -> None:
-    """Name the points that have no run or several, and the runs that are not finished."""
-    from deepspeed_nmt.console import logger
+def _test_scores(
+    runs: Sequence[Outcome], text: ParallelText, arguments: argparse.Namespace
+) -> tuple[str, Mapping[Path, float | None]]:
+    """Return the name of the metric of the test set, and the score of each run by its path."""
+    from deepspeed_nmt.run.scores import score_runs
 
-    for point, runs in zip(sweep.points, found, strict=True):
-        if not runs:
-            train = f"train $(deepspeed-nmt plan --sweep {sweep.name} --point {point.number})"
-            logger.warning("%s has no run in %s: `%s`", point.name, directory, train)
-            continue
-        if not runs[0].is_finished:
-            logger.warning("%s: %s is not finished: %s", point.name, runs[0].path, runs[0].status)
-        if others := ", ".join(run.path.name for run in runs[1:]):
-            logger.warning("%s has several runs: %s is taken, not %s", point.name, runs[0].path, others)
+    paths = [run.path for run in runs]
+    metric, scores = score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)
+    return metric, {path: score.value for path, score in scores.items()}
 
 
-def _warn_of_settings(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
-    """Log in what the runs differ from the sweep's recipe, and warn if they do not differ from it alike."""
-    from deepspeed_nmt.console import logger
-    from deepspeed_nmt.evaluate.table import setting
-
-    trained = [(point, run) for point, run in zip(sweep.points, chosen, strict=True) if run is not None]
-    differences = [sweep.differences(point, run) for point, run in trained]
-    keys = sorted({key for each in differences for key in each})
-    common = [key for key in keys if all(key in each and each[key] == differences[0][key] for each in differences)]
-    if common:
-        values = " ".join(f"{key}={setting(differences[0][key])}" for key in common)
-        logger.info("all runs differ from the recipe of %s in %s", sweep.name, values)
-    if others := [key for key in keys if key not in common]:
-        logger.warning(
-            "the runs of %s must differ in the settings swept alone, but differ in %s, too; compare them with "
-            "`report runs`",
-            sweep.name,
-            ", ".join(others),
-        )
-
-
-def _row(
-    point: Point, run: Outcome | None, text: ParallelText | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _row(point: Point, run: Outcome | None, metric: str, scores: Mapping[Path, float | None]) -> dict[str, Any]:
     """Return what is known of a point, for JSON."""
-    from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE, TRAIN_PERPLEXITY, validation_metric
+    from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE, TRAIN_PERPLEXITY
 
     row: dict[str, Any] = {"point": point.number, "recipe": point.recipe, "settings": point.values}
     if run is None:
         return {**row, "status": "missing"}
-    if text is None:
-        bleu = run.best(validation_metric([] if run.curves is None else [run.curves]).name)
-    else:
-        bleu = _test_bleu(run, text, arguments)
     return {
         **row,
         "status": run.status,
         "run": str(run.path),
         "updates": run.updates,
         "train_ppl": run.last(TRAIN_PERPLEXITY),
-        "bleu": bleu,
+        "metric": metric,
+        "score": scores.get(run.path),
         "source_reliance": run.last(SOURCE_RELIANCE),
         "hours": run.hours,
     }
 
 
-def _test_bleu(run: Outcome, text: ParallelText, arguments: argparse.Namespace) -> float | None:
-    """Return the BLEU of the test set; None, with a warning, if the run cannot translate it."""
-    from deepspeed_nmt.console import logger
-    from deepspeed_nmt.errors import UserError
-    from deepspeed_nmt.run.directory import Run
-    from deepspeed_nmt.run.scores import score_text
-
-    try:
-        score = score_text(Run.open(run.path), arguments.checkpoint, text, arguments.max_tokens)
-    except UserError as error:
-        logger.warning("%s has no test BLEU: %s", run.path, error)
-        return None
-    logger.info("%s, %s: BLEU %.2f (%s)", run.path, score.checkpoint, score.value, score.signature)
-    return score.value
-
-
-def _table(sweep: Sweep, rows: Sequence[dict[str, Any]], bleu: str) -> list[list[str]]:
+def _table(sweep: Sweep, rows: Sequence[dict[str, Any]], title: str) -> list[list[str]]:
     from deepspeed_nmt.evaluate.table import cell, setting
 
-    head = ["point", *sweep.axes, "train ppl", bleu, "source reliance", "hours", "run"]
+    head = ["point", *sweep.axes, "train ppl", title, "source reliance", "hours", "run"]
     lines = [head]
     for point, row in zip(sweep.points, rows, strict=True):
         values = [setting(point.value(axis)) for axis in sweep.axes]
-        numbers = [("train_ppl", 3), ("bleu", 2), ("source_reliance", 3), ("hours", 2)]
+        numbers = [("train_ppl", 3), ("score", 2), ("source_reliance", 3), ("hours", 2)]
         results = [cell(row.get(key), digits) for key, digits in numbers]
         lines.append([str(point.number), *values, *results, row["status"]])
     return lines
 
 
-def _draw(sweep: Sweep, rows: Sequence[dict[str, Any]], bleu: str, out: Path) -> None:
+def _draw(sweep: Sweep, rows: Sequence[dict[str, Any]], title: str, out: Path) -> None:
     from deepspeed_nmt.evaluate.sweep import Measured, draw_sweep
     from deepspeed_nmt.evaluate.table import setting
 
-    panels = {"train_ppl": "final training perplexity", "bleu": bleu, "source_reliance": "source reliance (nats)"}
+    panels = {"train_ppl": "final training perplexity", "score": title, "source_reliance": "source reliance (nats)"}
     first, *others = sweep.axes
     measured = []
     for point, row in zip(sweep.points, rows, strict=True):

@@ -13,10 +13,12 @@ paired bootstrap resampling.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_nmt.evaluate.reranking import Converter
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
     from deepspeed_nmt.text import Kind
 
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.grid:
         raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
-    inputs = _read(arguments)
+    inputs = _read(arguments, tokenised)
     warn_of_files(inputs, tokenised, arguments.lowercase)
     for report in score_files(inputs, tokenised, arguments.lowercase):
         warn_of_copies(report)
@@ -94,26 +96,27 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.reranking import tune
 
-    if unused := [f"--{name}" for name in ("source", "like") if getattr(arguments, name) is not None]:
-        raise ConfigError(f"--tune-rerank compares n-best lists with --reference alone; leave out {unused[0]}")
+    if arguments.source is not None:
+        raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
+    convert, convert_reference = _converters(arguments, tokenised)
     found = tune(
         arguments.tune_rerank,
         arguments.reference,
+        convert=convert,
+        convert_reference=convert_reference,
         tokenised=tokenised,
-        segmented=arguments.segmented,
         lowercase=arguments.lowercase,
     )
     return found.as_json(arguments.grid) if arguments.json else found.as_text(arguments.grid)
 
 
-def _read(arguments: argparse.Namespace) -> ScoreInputs:
+def _read(arguments: argparse.Namespace, tokenised: bool) -> ScoreInputs:
     """Read all files of the command line, each once.
 
     Raises:
         DataError: if a file cannot be read, or the files are not aligned.
     """
     from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.evaluate.bleu import join_segments
     from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences
     from deepspeed_nmt.files import shown_name
 
@@ -129,28 +132,45 @@ def _read(arguments: argparse.Namespace) -> ScoreInputs:
             "all files must be aligned line by line, but their numbers of lines differ:\n"
             f"{counts}\ngive files of the same sentences; a short hypothesis may be an unfinished translation"
         )
-    if arguments.segmented:
-        lines = {name: [join_segments(line) for line in sentences] for name, sentences in lines.items()}
-    references = {name: lines[name] for name in arguments.reference}
-    if arguments.like is not None:
-        from deepspeed_nmt.data.directory import open_tokenizer
-        from deepspeed_nmt.run.vocabulary import recorded_form, verify_vocabulary
-
-        verify_vocabulary(arguments.like)
-        tokenizer = open_tokenizer(arguments.like)
-        form = recorded_form(arguments.like, tokenizer)
-        kind: Kind = "tokenised" if arguments.tokenised or arguments.segmented else "plain"
-        known = form.form != "unknown"  # otherwise the text is what the options say
-        if known and (problem := form.problem(kind)):
-            remedy = "give --tokenised" if kind == "plain" else "leave out --tokenised"
-            raise DataError(f"--like {arguments.like} cannot give {kind} text, because {problem}; {remedy}")
-        references = {name: [tokenizer.reference(line) for line in each] for name, each in references.items()}
-        if known:  # the source, too, so that its copies stay copies
-            lines, references = (
-                {name: form.convert(kind, each) for name, each in texts.items()} for texts in (lines, references)
-            )
+    convert, convert_reference = _converters(arguments, tokenised)
     return ScoreInputs(
-        hypotheses=[(name, lines[name]) for name in arguments.hypothesis],
-        references=references,
-        source=lines[arguments.source] if arguments.source else None,
+        hypotheses=[(name, convert(lines[name])) for name in arguments.hypothesis],
+        references={name: convert_reference(lines[name]) for name in arguments.reference},
+        source=convert(lines[arguments.source]) if arguments.source else None,  # so that its copies stay copies
     )
+
+
+def _converters(arguments: argparse.Namespace, tokenised: bool) -> tuple[Converter, Converter]:
+    """Return functions that bring translations, and references, into the form to score.
+
+    Raises:
+        DataError: if text like that of --like cannot have this form.
+    """
+    from deepspeed_nmt.evaluate.bleu import join_segments
+
+    def join(lines: Sequence[str]) -> list[str]:
+        return [join_segments(line) for line in lines] if arguments.segmented else list(lines)
+
+    if arguments.like is None:
+        return join, join
+    from deepspeed_nmt.data.directory import open_tokenizer
+    from deepspeed_nmt.errors import DataError
+    from deepspeed_nmt.run.vocabulary import recorded_form, verify_vocabulary
+
+    verify_vocabulary(arguments.like)
+    tokenizer = open_tokenizer(arguments.like)
+    form = recorded_form(arguments.like, tokenizer)
+    kind: Kind = "tokenised" if tokenised else "plain"
+    known = form.form != "unknown"  # otherwise the text is what the options say
+    if known and (problem := form.problem(kind)):
+        remedy = "give --tokenised" if kind == "plain" else "leave out --tokenised"
+        raise DataError(f"--like {arguments.like} cannot give {kind} text, because {problem}; {remedy}")
+
+    def convert(lines: Sequence[str]) -> list[str]:
+        return form.convert(kind, join(lines)) if known else join(lines)
+
+    def convert_reference(lines: Sequence[str]) -> list[str]:
+        joined = [tokenizer.reference(line) for line in join(lines)]
+        return form.convert(kind, joined) if known else joined
+
+    return convert, convert_reference

@@ -73,7 +73,7 @@ class System:
 
     Attributes:
         name: of the system.
-        depths: all its depths, in the order of n, then m; the last one is the full depth.
+        depths: all its depths, in the order of n, then m.
         oracle: None if it was not asked for.
     """
 
@@ -92,6 +92,7 @@ class System:
             "depths": [asdict(depth) for depth in self.depths],
             "pareto_front": [depth.name for depth in pareto_front(self.depths)],
             "cheapest": cheapest(self.depths, max_loss).name,
+            "compared_with": baseline(self.depths).name,
             "max_loss": max_loss,
         }
         if self.oracle is not None:
@@ -118,11 +119,17 @@ class System:
             f"{self.name}:",
             text_table([head, *rows]),
             f"Pareto front: {', '.join(depth.name for depth in pareto_front(self.depths))}",
-            f"fastest depth within {max_loss} BLEU of the full depth: {cheapest(self.depths, max_loss).name}",
+            f"fastest depth within {max_loss} BLEU of {self._baseline()}: {cheapest(self.depths, max_loss).name}",
         ]
         if self.oracle is not None:
             lines.append(f"BLEU with the best pair for each sentence: {self.oracle.bleu:.2f}")
         return "\n".join(lines)
+
+    def _baseline(self) -> str:
+        """Return words for the depth that the cheapest one is compared with."""
+        if full_depth(self.depths) is not None:
+            return "the full depth"
+        return f"the best depth, {baseline(self.depths).name} (none has the full depth {_full_name(self.depths)})"
 
 
 def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
@@ -135,9 +142,23 @@ def pareto_front(depths: Sequence[Depth]) -> list[Depth]:
 
 
 def cheapest(depths: Sequence[Depth], max_loss: float) -> Depth:
-    """Return the fastest depth whose BLEU is at most ``max_loss`` below that of the full depth, the last one."""
-    enough = [depth for depth in depths if depth.bleu >= depths[-1].bleu - max_loss]
-    return min(enough, key=lambda each: each.seconds)
+    """Return the fastest depth whose BLEU is at most ``max_loss`` below that of the :func:`baseline`."""
+    least = baseline(depths).bleu - max_loss
+    return min((depth for depth in depths if depth.bleu >= least), key=lambda each: each.seconds)
+
+
+def baseline(depths: Sequence[Depth]) -> Depth:
+    """Return the full depth; if it was not measured, the depth of the best BLEU."""
+    return full_depth(depths) or max(depths, key=lambda each: each.bleu)
+
+
+def full_depth(depths: Sequence[Depth]) -> Depth | None:
+    """Return the depth of the largest n and the largest m; None if no model has both."""
+    return next((depth for depth in depths if depth.name == _full_name(depths)), None)
+
+
+def _full_name(depths: Sequence[Depth]) -> str:
+    return f"{max(depth.encoder for depth in depths)}-{max(depth.decoder for depth in depths)}"
 
 
 def by_size(depth: Depth) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ Legend: L source lines, K candidates of a line (padded), F statistics of BLEU.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +19,16 @@ from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.bleu import (
     TokenisedBleu,
     bleu_of_statistics,
-    join_segments,
     multi_bleu,
     plain_bleu,
     sentence_statistics,
 )
 from deepspeed_nmt.evaluate.nbest import Candidate, read_nbest
-from deepspeed_nmt.evaluate.scoring import read_sentences
+from deepspeed_nmt.evaluate.scoring import ScoreInputs, read_sentences, warn_of_files
 from deepspeed_nmt.files import shown_name
 
+Converter = Callable[[Sequence[str]], list[str]]
+"""Function that converts sentences."""
 DEFAULT = (0.5, 0.4)
 """Alpha and exponent of Wu et al. (2019)."""
 ALPHAS = tuple(number / 10 for number in range(11))
@@ -124,6 +125,18 @@ class RerankLists:
                 self._proposed_LKN[line, place] = [features[f"by_{net}"] > 0 for net in _NETS]
                 self._length_LK[line, place] = features["tokens"] + 1.0
 
+    @property
+    def first_cut(self) -> int | None:
+        """Number, from 1, of the first line that lacks candidates; None if no line does.
+
+        The search gives each net the same number of candidates in all lines, some of which both nets propose. Only
+        a line with a single candidate, which both nets propose, may have fewer.
+        """
+        count_LN = self._proposed_LKN.sum(axis=1)
+        several_L = np.array([len(candidates) > 1 for candidates in self.lists])
+        cut_L = (count_LN < count_LN.max()).any(axis=1) & several_L
+        return int(cut_L.argmax()) + 1 if cut_L.any() else None
+
     def choose(self, alpha: float, exponent: float) -> NDArray[np.intp]:
         """Return the place of the best candidate of each line. Shape: (L,).
 
@@ -146,8 +159,9 @@ def tune(
     nbest: str,
     references: Sequence[str],
     *,
+    convert: Converter = list,
+    convert_reference: Converter = list,
     tokenised: bool = False,
-    segmented: bool = False,
     lowercase: bool = False,
 ) -> Tuning:
     """Compute the BLEU of the translations that each pair of weights chooses.
@@ -155,21 +169,21 @@ def tune(
     Args:
         nbest: file of n-best lists, written by `translate --rerank deep-shallow --nbest`; "-" is standard input.
         references: files of reference translations.
+        convert: function that brings translations into the form to score.
+        convert_reference: the same for references.
         tokenised: compute BLEU over the tokens of the text instead of sacreBLEU.
-        segmented: join ``@@ `` segments first.
         lowercase: ignore case.
 
     Raises:
-        DataError: if a file cannot be read, lacks scores, or is not aligned with the others.
+        DataError: if a file cannot be read, lacks candidates or scores, or is not aligned with the others.
     """
     if nbest in references:
         raise DataError(
             f"n-best lists and references must be different files, but both are {shown_name(nbest)}; give the "
             "reference translations"
         )
-    join = join_segments if segmented else str
     lists = read_nbest(nbest)
-    read = {name: [join(line) for line in read_sentences(name)] for name in dict.fromkeys(references)}  # pipes, once
+    read = {name: convert_reference(read_sentences(name)) for name in dict.fromkeys(references)}  # pipes, once
     sentences = [read[name] for name in references]
     for name, lines in read.items():
         if len(lines) != len(lists):
@@ -184,10 +198,16 @@ def tune(
             f"{shown_name(nbest)} must have the scores of both nets, but lacks them for line {error}; write it with "
             "translate --rerank deep-shallow --nbest"
         ) from error
+    if (line := reranked.first_cut) is not None:
+        raise DataError(
+            f"{shown_name(nbest)} must have all candidates of both nets, but lacks some of line {line:,}; write it "
+            "with translate --rerank deep-shallow --nbest TWICE_THE_BEAM"
+        )
     metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)
-    flat = [(line, join(each.text)) for line, candidates in enumerate(lists) for each in candidates]
-    others = [[lines[line] for line, _ in flat] for lines in sentences]
-    counts = sentence_statistics(metric, [text for _, text in flat], others)
+    texts = convert([each.text for candidates in lists for each in candidates])
+    warn_of_files(ScoreInputs([(nbest, texts)], read, None), tokenised, lowercase)
+    others = [[lines[each.line] for candidates in lists for each in candidates] for lines in sentences]
+    counts = sentence_statistics(metric, texts, others)
     first_L = np.cumsum([0, *map(len, lists[:-1])])  # row of the first candidate of each line in `counts`
     grid = {
         (alpha, exponent): bleu_of_statistics(metric, counts[first_L + reranked.choose(alpha, exponent)].sum(axis=0))
@@ -195,4 +215,4 @@ def tune(
         for exponent in EXPONENTS
     }
     label = TokenisedBleu.label if tokenised else "sacreBLEU"
-    return Tuning(len(lists), len(flat), label, str(metric.get_signature()), grid)
+    return Tuning(len(lists), len(texts), label, str(metric.get_signature()), grid)

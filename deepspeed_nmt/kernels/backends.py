@@ -36,7 +36,7 @@ Choices = dict[str, str]
 """Operation -> backend."""
 
 MEASURED: dict[Capability, dict[torch.dtype, Choices]] = {}
-"""Fastest backends by compute capability and dtype, as `benchmarks/kernels.py` prints them. None so far."""
+"""Fastest backends by compute capability and dtype, as `benchmarks/gpu/run.sh kernels` prints them. None so far."""
 EXPECTED: Choices = {
     # torch has this as one kernel, a good one.
     "layer_norm": "torch",

@@ -15,14 +15,18 @@ from torch import Tensor
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows, VocabularySlice
 
-_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
-"""Bytes of logits held at once: what fits a CPU's last-level cache; enough rows to keep a GPU busy."""
+_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
+"""Bytes of logits in fp32 held at once: what fits a CPU's last-level cache; a bound on a GPU's memory."""
+_GPU_ROWS = 4096
+"""Most rows of a chunk on a GPU: a product of so many rows takes longer than the launches of a chunk's kernels."""
 
 
 def chunk_rows(logits: int, x: Tensor, kernels: Kernels) -> int:
     """Return the rows of a chunk, each of this many logits in all predictions together, on the device of ``x``."""
-    size = _CHUNK_BYTES.get(kernels.device_type(x), _CHUNK_BYTES["cuda"])
-    return max(1, size // (logits * torch.promote_types(x.dtype, torch.float32).itemsize))
+    on_cpu = kernels.device_type(x) == "cpu"
+    size = _CHUNK_BYTES["cpu" if on_cpu else "cuda"]
+    rows = max(1, size // (logits * torch.promote_types(x.dtype, torch.float32).itemsize))
+    return rows if on_cpu else min(rows, _GPU_ROWS)
 
 
 def projected_cross_entropy(

@@ -23,3 +23,16 @@ def uses_cuda(device: str, option: str) -> bool:
     if device == "cuda" and not available:
         raise ConfigError(f"{option} is cuda, but torch finds no GPU; use cpu, or install a CUDA build of torch")
     return device != "cpu" and available
+
+
+def prepare_gpu(device: torch.device) -> None:
+    """Make a GPU the current one, and turn cuDNN's attention off in this process.
+
+    cuDNN builds a plan for every new shape of its tensors, which takes longer than the attention itself, and nearly
+    every micro-batch and every batch of a search has a shape of its own. SDPA's other kernels take any shape.
+
+    Args:
+        device: a GPU.
+    """
+    torch.cuda.set_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError, TrainingError
-from deepspeed_nmt.parallel.device import uses_cuda
+from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
 from deepspeed_nmt.parallel.launched import once_per_host, place
 from deepspeed_nmt.parallel.rendezvous import meet
 
@@ -111,7 +111,7 @@ def join_world(
     index = _gpu(local_rank) if use_cuda else local_rank
     where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
     if use_cuda:
-        torch.cuda.set_device(where)
+        prepare_gpu(where)
     # DeepSpeed reads these even if the processes are already connected, and tries MPI if they are missing.
     # It chooses its GPU by LOCAL_RANK.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))

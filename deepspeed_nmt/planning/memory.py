@@ -20,6 +20,7 @@ Offloaded optimizer state and weights take no GPU memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -212,15 +213,15 @@ def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:
 
 
 WorkOf = Callable[[int, Recompute], Work]
-Counts = tuple[Work, Work]
-"""Work of a small and of a large micro-batch."""
+Counts = tuple[Work, ...]
+"""Work of two or more micro-batches, from the smallest to the largest."""
 
 
 def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: tuple[int, int]) -> WorkOf:
     """Return a function from micro-batch size and recomputation to work, interpolated between counts.
 
-    Everything is affine in the number of tokens. If every k-th of n applications is recomputed, n // k of them save
-    their share.
+    Everything is affine in the number of tokens between two counts, and beyond the first and the last. If every k-th
+    of n applications is recomputed, n // k of them save their share.
 
     Args:
         none: counts without recomputation.
@@ -230,7 +231,8 @@ def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: t
     """
 
     def line(tokens: int, counts: Counts, what: str) -> float:
-        small, large = counts
+        segments = list(itertools.pairwise(counts))
+        small, large = next((pair for pair in segments if tokens <= pair[1].tokens), segments[-1])
         slope = (getattr(large, what) - getattr(small, what)) / (large.tokens - small.tokens)
         return float(getattr(small, what) + slope * (tokens - small.tokens))
 

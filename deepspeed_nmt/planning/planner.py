@@ -20,8 +20,9 @@ from deepspeed_nmt.planning.advice import RECOMPUTE, Plan, advise, plan_for
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import Layout, Recompute, Work, WorkOf, count_update, interpolated
 
-_COUNTED = (2048, 8192)
-"""Sizes in tokens of the micro-batches that are counted; other sizes are interpolated."""
+_COUNTED = (1024, 4096, 16384)
+"""Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
+holds all logits at once, from there on a chunk of them (:func:`deepspeed_nmt.kernels.cross_entropy.chunk_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ def count_model(
     frozen = sum(p.numel() for p in model.parameters()) - trained
     model.to(DTYPES[precision])
 
-    def counted(recompute: Recompute) -> tuple[Work, Work]:
-        small, large = (count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
-        return small, large
+    def counted(recompute: Recompute) -> tuple[Work, ...]:
+        return tuple(count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
 
     encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
     work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))

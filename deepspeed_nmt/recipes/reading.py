@@ -88,12 +88,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise _too_large(str(path))
         content = parse_yaml(text, str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} must be a YAML file, but cannot be read: {error}") from error
+        raise ConfigError(f"{path} must be a YAML file, but cannot be read: {_reason(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain sections with keys, but contains a {type(content).__name__}")
     return content
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason of an error in one line, without the excerpt of the file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
 
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -20,7 +21,7 @@ from deepspeed_nmt.run.parallel_text import ParallelText
 from deepspeed_nmt.search import translate as search
 
 _WARM_UP_SENTENCES = 8
-"""Number of sentences translated before the first depth of a model is timed: the first batch has start-up costs."""
+"""Number of sentences translated at each depth before it is timed: the first batch has start-up costs."""
 
 Pair = tuple[int, int]
 """Numbers of stages of the encoder and of the decoder."""
@@ -62,8 +63,7 @@ def systems_of(runs: Sequence[Run]) -> list[Members]:
     A run alone is a system with all its exits, trained or not.
 
     Raises:
-        ConfigError: if a run has no exits n-m, a run alone has a single one, two models have the same depth, or the
-            runs translate into different forms of text.
+        ConfigError: if a run has no exits n-m, a run alone has a single one, or two models have the same depth.
     """
     names = run_names([run.path for run in runs])
     systems: list[Members] = []
@@ -115,61 +115,84 @@ def _check_depths(members: Sequence[tuple[Run, Sequence[Pair]]]) -> None:
         found[pair] = run
 
 
-def measure(system: Members, text: ParallelText, how: Measurement) -> System:
+def measure(system: Members, text: ParallelText, scorer: Scorer, how: Measurement) -> System:
     """Translate a text at every depth of a system.
 
+    Args:
+        system: runs and their depths.
+        text: the test set.
+        scorer: of its translations by all runs.
+        how: how to measure.
+
     Raises:
-        ConfigError: if the runs translate into different forms of text.
         CheckpointError: if a run has no such checkpoint.
     """
-    first = system.pairs[0][0]
-    scorer = first.scorer(text.references)
-    depths: list[Depth] = []
-    translations: list[list[str]] = []
-    for run, pairs in system.pairs:
-        if run.text_form != first.text_form or not run.scorer(text.references).scores_as(scorer):
-            raise ConfigError(
-                f"the runs must translate into text of one form, but {run.path} and {first.path} do not; compare "
-                "them with `score`"
-            )
-        found, translated = _measure_run(run, pairs, text, scorer, how)
-        depths += found
-        translations += translated
+    members = [(run, [_Measured(pair) for pair in pairs]) for run, pairs in system.pairs]
+    for repetition in range(how.repeat):
+        # All pairs in turn, so that a change of the machine's load affects them alike.
+        for run, pairs in members:
+            _measure_run(run, pairs, text, scorer, how, warn=repetition == 0)
+    measured = [each for _, pairs in members for each in pairs]
+    depths = [each.depth for each in measured]
     if not how.oracle:
         return System(system.name, depths)
+    translations = [each.hypotheses for each in measured]
     sentences, chosen = oracle(depths, translations, [scorer.sentence_bleus(each) for each in translations])
     return System(system.name, depths, Oracle(sentences, scorer.first(chosen)))
 
 
-def _measure_run(
-    run: Run, pairs: Sequence[Pair], text: ParallelText, scorer: Scorer, how: Measurement
-) -> tuple[list[Depth], list[list[str]]]:
-    """Return the depths of a run, and their translations.
+@dataclass
+class _Measured:
+    """Measurements of one pair of a run.
 
-    Shape: -> depths, depths x sentences
+    Attributes:
+        pair: depth of both sides.
+        hypotheses: translations of all sentences.
+        bleu: BLEU of the translations.
+        seconds: time to translate, of each repetition.
+        loading: time to make and load the model, of each repetition.
+    """
+
+    pair: Pair
+    hypotheses: list[str] = field(default_factory=list)
+    bleu: float = math.nan
+    seconds: list[float] = field(default_factory=list)
+    loading: list[float] = field(default_factory=list)
+
+    @property
+    def depth(self) -> Depth:
+        """Result, with the medians of times."""
+        return Depth(*self.pair, self.bleu, median(self.seconds), median(self.loading))
+
+
+def _measure_run(
+    run: Run, pairs: Sequence[_Measured], text: ParallelText, scorer: Scorer, how: Measurement, *, warn: bool
+) -> None:
+    """Measure each pair of a run once more.
+
+    Args:
+        run: the run.
+        pairs: its pairs; the measurements are added.
+        text: the test set.
+        scorer: of its translations.
+        how: how to measure.
+        warn: True to warn of the text.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loading: list[float] = []
-    seconds: Mapping[Pair, list[float]] = {pair: [] for pair in pairs}
-    bleu: dict[Pair, float] = {}
-    translated: dict[Pair, list[str]] = {}
-    for repetition in range(how.repeat):
+    started = time.monotonic()
+    model = run.model(how.checkpoint).to(device)
+    loading = time.monotonic() - started
+    for number, each in enumerate(pairs):
+        name = exit_name(*each.pair)
+        shallower = model.at_exit(name)
+        _translate(run, shallower, text.sources[:_WARM_UP_SENTENCES], how)
         started = time.monotonic()
-        model = run.model(how.checkpoint).to(device)
-        loading.append(time.monotonic() - started)
-        _translate(run, model, text.sources[:_WARM_UP_SENTENCES], how)
-        for number, pair in enumerate(pairs):
-            started = time.monotonic()
-            hypotheses = _translate(
-                run, model.at_exit(exit_name(*pair)), text.sources, how, warn=repetition == number == 0
-            )
-            seconds[pair].append(time.monotonic() - started)
-            if repetition == 0:
-                translated[pair] = hypotheses
-                bleu[pair] = scorer.first(hypotheses)
-            logger.info("%s: BLEU %.2f, %.1f s", exit_name(*pair), bleu[pair], seconds[pair][-1])
-    depths = [Depth(*pair, bleu[pair], median(seconds[pair]), median(loading)) for pair in pairs]
-    return depths, list(translated.values())
+        hypotheses = _translate(run, shallower, text.sources, how, warn=warn and number == 0)
+        each.seconds.append(time.monotonic() - started)
+        each.loading.append(loading)
+        if not each.hypotheses:
+            each.hypotheses, each.bleu = hypotheses, scorer.first(hypotheses)
+        logger.info("%s: BLEU %.2f, %.1f s", name, each.bleu, each.seconds[-1])
 
 
 def _translate(

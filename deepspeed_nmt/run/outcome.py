@@ -84,11 +84,20 @@ class Outcome:
         of = f"{self.updates:,} of {self.config.training.max_updates:,} updates"
         return "finished" if self.is_finished else of
 
-    @cached_property
+    @property
     def data(self) -> str | None:
         """Data directory that the run was last trained on."""
+        return None if self._data_record is None else self._data_record.path
+
+    @property
+    def data_fingerprint(self) -> str | None:
+        """Fingerprint of the data that the run was trained on."""
+        return None if self._data_record is None else self._data_record.fingerprint
+
+    @cached_property
+    def _data_record(self) -> DataRecord | None:
         with suppress(UserError):
-            return DataRecord.read(self.path).path
+            return DataRecord.read(self.path)
         return None
 
     def last(self, tag: str) -> float | None:

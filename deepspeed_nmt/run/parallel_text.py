@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import open_text, shown_name, text_lines
 
@@ -19,11 +20,22 @@ class ParallelText:
         name: of the source text, for people.
         sources: source sentences.
         references: reference translations as they stand in the file.
+        data: data directory that the test set is from; None if it is from files.
     """
 
     name: str
     sources: list[str]
     references: list[str]
+    data: DataDirectory | None = None
+
+    @classmethod
+    def of(cls, data: DataDirectory) -> ParallelText:
+        """Read the test set of a data directory.
+
+        Raises:
+            DataError: if it has none, or the files cannot be read, or are empty or not aligned.
+        """
+        return replace(cls.read(data.text("test", "source"), data.text("test", "target")), data=data)
 
     @classmethod
     def read(cls, source: Path, reference: Path) -> ParallelText:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,8 +11,11 @@ from pydantic import ValidationError
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.errors import DataError, UserError
+from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.run.comparison import common_scorer
 from deepspeed_nmt.run.directory import SCORES_FILE, Run
 from deepspeed_nmt.run.parallel_text import ParallelText
 
@@ -72,20 +77,20 @@ def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
         return ()
 
 
-def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> RecordedScore:
+def score_text(run: Run, which: str, text: ParallelText, scorer: Scorer, max_tokens: int) -> RecordedScore:
     """Return the BLEU of a test set; it is translated unless the run has recorded the score of these weights.
 
     Args:
         run: to translate with, by its own search.
         which: checkpoint (best, last, average, a name, or a path).
         text: the test set.
+        scorer: of its translations; its first metric is recorded.
         max_tokens: batch size: sentences x longest source.
 
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
-    scorer = run.scorer(text.references)
     metric = scorer.metrics[0]
     key = ScoreKey(
         text=text.digest,
@@ -115,3 +120,46 @@ def score_text(run: Run, which: str, text: ParallelText, max_tokens: int) -> Rec
     except OSError as error:
         logger.warning("%s could not be written (%s)", run.path / SCORES_FILE, error.strerror or error)
     return score
+
+
+def score_runs(
+    paths: Sequence[Path], which: str, text: ParallelText, max_tokens: int
+) -> tuple[str, dict[Path, RecordedScore]]:
+    """Score a test set by each of several runs; a run that cannot translate it is left out with a warning.
+
+    Args:
+        paths: run directories.
+        which: checkpoint (best, last, average, a name, or a path).
+        text: the test set.
+        max_tokens: batch size: sentences x longest source.
+
+    Returns:
+        Name of the metric, the same for all; and the scores by run directory.
+
+    Raises:
+        ConfigError: if the scores could not be compared; nothing is translated then.
+        DataError: if no run can be opened.
+    """
+    runs: list[Run] = []
+    for path in paths:
+        with _warning_without_score(path):
+            runs.append(Run.open(path))
+    if not runs:
+        raise DataError("--runs must hold a run that can translate the test set, but none can be opened; see above")
+    scorer = common_scorer(runs, text)
+    scores: dict[Path, RecordedScore] = {}
+    for run in runs:
+        with _warning_without_score(run.path):
+            score = scores[run.path] = score_text(run, which, text, scorer, max_tokens)
+            label = f"{score.metric} {score.value:.2f} ({score.signature})"
+            logger.info("%s, %s: %s", run.path, score.checkpoint, label)
+    return scorer.metrics[0].name, scores
+
+
+@contextmanager
+def _warning_without_score(run: Path) -> Iterator[None]:
+    """Log a mistake of the user, because of which a run has no score, as a warning."""
+    try:
+        yield
+    except UserError as error:
+        logger.warning("%s has no test score: %s", run, error)

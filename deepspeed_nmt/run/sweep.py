@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.config import load_config
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.table import setting
 from deepspeed_nmt.recipes import load_sweep
+from deepspeed_nmt.run.manifest import CONFIG_FILE
 from deepspeed_nmt.run.outcome import Outcome
 
 RECIPE = "recipe"
 """Name of the axis along which points have different recipes."""
 _INCIDENTAL = (
-    *("engine.", "collapse.", "validation.", "batch.micro_tokens", "training.log_every", "training.probe"),
+    *("engine.", "collapse.", "validation.max_tokens", "batch.micro_tokens", "training.log_every", "training.probe"),
     *("training.validate_every", "training.save_every", "training.keep_"),
 )
 """Settings that are not meant to change the result of a run."""
@@ -121,3 +125,82 @@ def _axes(points: Sequence[Point]) -> list[str]:
         if len(both) > len(known):
             axes.append(key)
     return axes or keys[:1]
+
+
+def read_runs(directory: Path) -> list[Outcome]:
+    """Read the runs in a directory; a run whose settings cannot be read is left out with a warning.
+
+    Raises:
+        DataError: if there is no such directory.
+    """
+    if not directory.is_dir():
+        raise DataError(f"--runs must be a directory of run directories, but there is no directory {directory}")
+    runs = []
+    for path in sorted(directory.iterdir()):
+        if (path / CONFIG_FILE).is_file():
+            try:
+                runs.append(Outcome.read(path))
+            except ConfigError as error:
+                first, *others = error.problems
+                more = f" ({len(others)} more)" if others else ""
+                logger.warning("%s is left out, because its settings cannot be read: %s%s", path, first, more)
+    return runs
+
+
+def choose_runs(sweep: Sweep, directory: Path) -> list[Outcome | None]:
+    """Return the run of each point; None if there is none.
+
+    Warnings count the points without a run, and name the points with several and the runs that are not finished.
+
+    Raises:
+        DataError: if the directory has no run of any point.
+    """
+    runs = read_runs(directory)
+    found = [sweep.runs_of(point, runs) for point in sweep.points]
+    if not any(found):
+        count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
+        raise DataError(
+            f"--runs must hold runs of the sweep {sweep.name}, but of the {count} in {directory} none has the "
+            f"settings of a point; `plan --sweep {sweep.name}` lists them"
+        )
+    if missing := [point for point, each in zip(sweep.points, found, strict=True) if not each]:
+        logger.warning(
+            "%d of %d points have no run in %s; the first is %s: `%s`",
+            len(missing),
+            len(found),
+            directory,
+            missing[0].name,
+            f"train $(deepspeed-nmt plan --sweep {sweep.name} --point {missing[0].number})",
+        )
+    for point, each in zip(sweep.points, found, strict=True):
+        if each and not each[0].is_finished:
+            logger.warning("%s: %s is not finished: %s", point.name, each[0].path, each[0].status)
+        if others := ", ".join(run.path.name for run in each[1:]):
+            logger.warning("%s has several runs: %s is taken, not %s", point.name, each[0].path, others)
+    return [each[0] if each else None for each in found]
+
+
+def warn_of_differences(sweep: Sweep, chosen: Sequence[Outcome | None]) -> None:
+    """Log in what the runs differ from the sweep's recipe, and warn if they do not differ from it alike.
+
+    Args:
+        sweep: the sweep.
+        chosen: run of each point; None if there is none.
+    """
+    trained = [(point, run) for point, run in zip(sweep.points, chosen, strict=True) if run is not None]
+    differences = [sweep.differences(point, run) for point, run in trained]
+    keys = sorted({key for each in differences for key in each})
+    common = [key for key in keys if all(key in each and each[key] == differences[0][key] for each in differences)]
+    if common:
+        values = " ".join(f"{key}={setting(differences[0][key])}" for key in common)
+        logger.info("all runs differ from the recipe of %s in %s", sweep.name, values)
+    others = [key for key in keys if key not in common]
+    if len({run.data_fingerprint for _, run in trained} - {None}) > 1:
+        others.append("the data")
+    if others:
+        logger.warning(
+            "the runs of %s must differ only in the settings swept, but also differ in %s; compare them with "
+            "`report runs`",
+            sweep.name,
+            ", ".join(others),
+        )

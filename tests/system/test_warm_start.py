@@ -375,14 +375,14 @@ def test_report_sweep_translates_a_test_set_once(
     assert not (run / "test_scores.json").exists(), "a run that cannot be written to is reported all the same"
     hypotheses = translated(data, run, tmp_path).splitlines()
     references = (data.parent / "text" / "test.de").read_text(encoding="utf-8").splitlines()
-    assert first["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    assert first["score"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
     assert first["updates"] == 4 and first["status"] == "finished" and first["hours"] > 0.0  # type: ignore[operator]
     assert reported("last") == first
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_nmt.run.scores.Translator.open", None)
         assert reported("last") == first and reported("best") == first, "one checkpoint by two names"
     (score,) = json.loads((run / "test_scores.json").read_text())["scores"]
-    assert (score["checkpoint"], score["lines"], score["value"]) == ("update-0000004", 20, first["bleu"])
+    assert (score["checkpoint"], score["lines"], score["value"]) == ("update-0000004", 20, first["score"])
     assert main(words(data, run, "training.max_updates=6")) == 0
     assert reported("last")["updates"] == 6
     scores = json.loads((run / "test_scores.json").read_text())["scores"]
@@ -440,8 +440,10 @@ def test_a_model_of_many_exits_translates_at_each(
     with monkeypatch.context() as patch:
         patch.setattr(module, "translate_lines", counted)
         assert main([*report, "--json", "--oracle"]) == 0
-    assert batches == [8, 20, 20, 20, 20], "a warm-up that is not timed comes first"
-    found = json.loads(capsys.readouterr().out)
+    assert batches == [8, 20] * 4, "a warm-up that is not timed comes first"
+    captured = capsys.readouterr()
+    assert "rest on one measurement of each pair; --repeat 3 steadies them" in captured.err
+    found = json.loads(captured.out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
     assert found["oracle"]["bleu"] >= max(d["bleu"] for d in found["depths"]) - 1e-9
@@ -449,7 +451,9 @@ def test_a_model_of_many_exits_translates_at_each(
     assert main([*report, "--max-loss", "100"]) == 0
     assert "Pareto front: " in capsys.readouterr().out
     assert main([*report, "--run", str(bottom), "--repeat", "2", "--oracle", "--json"]) == 0
-    single, many = map(json.loads, capsys.readouterr().out.splitlines())
+    captured = capsys.readouterr()
+    assert "rest on one measurement" not in captured.err
+    single, many = map(json.loads, captured.out.splitlines())
     assert [(d["encoder"], d["decoder"]) for d in single["depths"]] == [(2, 2)]
     assert single["oracle"]["sentences"] == {"2-2": 20}
     assert [d["bleu"] for d in many["depths"]] == [d["bleu"] for d in found["depths"]]

@@ -302,5 +302,15 @@ def test_a_sweep_is_listed_with_its_parameters(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--sweep", "deep_decoder_fig"]) == 2
 
 
+@pytest.mark.parametrize(
+    "options", [["--json"], ["--gpu", "v100-16g"], ["--num-gpus", "8"], ["--mfu", "0.4"], ["--vocab-size", "99"]]
+)
+def test_a_point_is_printed_without_options_of_a_plan(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--sweep", "deep_decoder_fig1", "--point", "1", *options]) == 2
+    captured = capsys.readouterr()
+    assert f"plans nothing, but {options[0]} is given; leave out {options[0]}, or --point" in captured.err
+    assert captured.out == ""
+
+
 def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == settings_reference()

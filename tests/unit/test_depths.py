@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
+from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.depths import Depth, Oracle, System, by_size, cheapest, draw_depths, oracle, pareto_front
-from deepspeed_nmt.run.depths import systems_of
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
+from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.run import depths as depths_module
+from deepspeed_nmt.run.comparison import common_scorer
+from deepspeed_nmt.run.depths import Measurement, Members, measure, systems_of
 from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.manifest import DataRecord
+from deepspeed_nmt.run.parallel_text import ParallelText
+from deepspeed_nmt.run.validation import ValidationConfig
+from deepspeed_nmt.text import TextForm
 
 DEPTHS = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5), Depth(2, 2, 24.3, 3.0)]
 
@@ -28,6 +37,19 @@ def test_the_cheapest_loses_at_most_the_given_bleu() -> None:
     assert cheapest(DEPTHS, 0.5).name == "1-2"
     assert cheapest(DEPTHS, 1.5).name == "2-1"
     assert cheapest(DEPTHS, 99.0).name == "1-1"
+
+
+def test_without_the_full_depth_the_cheapest_is_compared_with_the_best() -> None:
+    depths = [Depth(1, 1, 20.0, 1.0), Depth(1, 2, 24.0, 2.0), Depth(2, 1, 23.0, 1.5)]
+    assert cheapest(depths, 0.5).name == "1-2", "2-1 is last, but not the deepest"
+    system = System("vanilla", depths)
+    assert system.text(1.0).endswith(
+        "fastest depth within 1.0 BLEU of the best depth, 1-2 (none has the full depth 2-2): 2-1"
+    )
+    assert system.report(0.5)["compared_with"] == "1-2"
+    whole = System("vanilla", [DEPTHS[-1], *depths])
+    assert whole.report(0.5)["compared_with"] == "2-2", "in any order"
+    assert "within 0.5 BLEU of the full depth: 1-2" in whole.text(0.5)
 
 
 def test_the_oracle_chooses_the_best_depth_and_of_equal_ones_the_fastest() -> None:
@@ -84,6 +106,41 @@ def test_runs_of_one_depth_are_one_system_beside_a_run_of_many() -> None:
     assert [pairs for _, pairs in many.pairs] == [[(1, 1), (1, 2), (2, 1), (2, 2)]]
 
 
+def test_all_pairs_of_a_system_are_warmed_up_and_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    class Model:
+        """A model that knows its run and its depth."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to(self, device: object) -> Model:
+            return self
+
+        def at_exit(self, name: str) -> Model:
+            return Model(f"{self.name} {name}")
+
+    def translate(run: object, model: Model, lines: list[str], how: object, warn: bool = False) -> list[str]:
+        timed.append(f"{model.name} {'warm-up' if len(lines) == 8 else 'timed'}{' warns' if warn else ''}")
+        return lines
+
+    monkeypatch.setattr(depths_module, "_translate", translate)
+    runs: list[Any] = [SimpleNamespace(model=lambda which, name=name: Model(name)) for name in ("a", "b")]
+    lines = [f"a line of text number {number}" for number in range(9)]
+    system = Members("two", [(runs[0], [(1, 1)]), (runs[1], [(2, 1), (2, 2)])])
+    scorer = Scorer([METRICS["bleu"]], TextForm("raw"), lines)
+    measured = measure(system, ParallelText("text", lines, lines), scorer, Measurement("last", 4096, 2, oracle=True))
+    first, *others = "a 1-1", "b 2-1", "b 2-2"
+    turn = [f"{pair} {what}" for pair in (first, *others) for what in ("warm-up", "timed")]
+    assert timed[6:] == turn, "pair by pair within a repetition"
+    assert [each.removesuffix(" warns") for each in timed[:6]] == turn
+    assert [each for each in timed if each.endswith(" warns")] == ["a 1-1 timed warns", "b 2-1 timed warns"]
+    assert [(depth.name, depth.bleu) for depth in measured.depths] == [
+        (name, pytest.approx(100.0)) for name in ("1-1", "2-1", "2-2")
+    ]
+
+
 def test_a_run_alone_has_all_its_depths(caplog: pytest.LogCaptureFixture) -> None:
     (system,) = systems_of([run("v", 2, 1)])
     assert system.name == "v" and system.pairs[0][1] == [(1, 1), (2, 1)]
@@ -95,3 +152,61 @@ def test_systems_that_cannot_be_compared_are_refused() -> None:
         systems_of([run("a", 2, 1), run("b", 2, 1)])
     with pytest.raises(ConfigError, match=r"needs a run with several stages .* v has one exit"):
         systems_of([run("v", 1, 1)])
+
+
+def scored(path: str, form: TextForm, **vocabulary: str) -> Any:
+    """A run of which only the form of its text and the hashes of its vocabulary are read."""
+    metrics, _ = ValidationConfig().chosen(form)
+    files = {f"vocabulary.{name}": FileRecord.of(content.encode()) for name, content in vocabulary.items()}
+    return SimpleNamespace(
+        path=Path(path), text_form=form, files=files, scorer=lambda references: Scorer(metrics, form, references)
+    )
+
+
+def test_runs_of_unlike_text_have_no_common_scorer() -> None:
+    text = ParallelText("text", ["a b"], ["a b"])
+    raw, unknown, tokens = (scored(form, TextForm(form)) for form in ("raw", "unknown", "tokenised"))  # type: ignore[arg-type]
+    german, french = (scored(code, TextForm("raw", target_lang=code)) for code in ("de", "fr"))
+    assert common_scorer([raw, unknown, german], text).metrics == (METRICS["bleu"],)
+    for runs in ([raw, tokens], [unknown, tokens], [german, french]):
+        with pytest.raises(ConfigError, match=f"of one form, but {runs[1].path} and {runs[0].path} do not"):
+            common_scorer(runs, text)
+
+
+def test_a_data_directory_of_unlike_text_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    run = scored("a", TextForm("moses", "en", "de"), model="x")
+
+    def text_of(form: TextForm, **vocabulary: str) -> ParallelText:
+        data: Any = SimpleNamespace(
+            path=Path("data"), text_form=form, vocabulary=scored("", form, **vocabulary).files
+        )
+        return ParallelText("text", ["a b"], ["a b"], data)
+
+    for form, shown in ((TextForm("raw", "en", "de"), r"raw \(en-de\)"), (TextForm("moses", "en", "fr"), "en-fr")):
+        with pytest.raises(
+            ConfigError, match=rf"that a was trained on, which is moses \(en-de\), but .* is .*{shown}"
+        ):
+            common_scorer([run], text_of(form, model="x"))
+    common_scorer([run], text_of(run.text_form, model="x"))
+    assert not caplog.text
+    common_scorer([run], text_of(run.text_form, model="y"))
+    assert "the vocabulary of data is not that of a" in caplog.text
+
+
+def test_report_depths_refuses_unlike_runs_before_it_translates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {}
+    for form, settings in (("raw", MANY), ("tokenised", [])):
+        found = run(str(tmp_path / form), 2, 2, *settings)
+        found.tokenizer.reference = str
+        found.path.mkdir()
+        content = DataRecord(path="data", fingerprint="", text=TextForm(form)).content()  # type: ignore[arg-type]
+        (found.path / "data.json").write_bytes(content)
+        runs[found.path] = found
+    monkeypatch.setattr(Run, "open", runs.__getitem__)
+    (tmp_path / "text").write_text("a b\n")
+    files = ["--input", str(tmp_path / "text"), "--reference", str(tmp_path / "text")]
+    out = ["--out", str(tmp_path / "x.svg")]
+    assert main(["report", "depths", "--run", *map(str, runs), *files, *out]) == 2
+    assert "the runs must translate into text of one form" in capsys.readouterr().err

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.errors import ConfigError, ReportedError
 from deepspeed_nmt.parallel import launched
+from deepspeed_nmt.parallel.device import prepare_gpu
 from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
@@ -103,3 +105,17 @@ def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.Mon
     (remove,) = at_exit
     remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_with_a_gpu_does_without_cudnn_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for each new shape, and nearly every batch has a shape of its own."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    backends = torch.backends.cuda
+    before = backends.cudnn_sdp_enabled()
+    try:
+        backends.enable_cudnn_sdp(True)
+        prepare_gpu(torch.device("cuda", 1))
+        assert chosen == [torch.device("cuda", 1)] and not backends.cudnn_sdp_enabled()
+    finally:
+        backends.enable_cudnn_sdp(before)

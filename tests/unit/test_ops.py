@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deepspeed_nmt.kernels import cross_entropy, ops
-from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, projected_cross_entropy_ref
+from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.cross_entropy import chunk_rows, projected_cross_entropy, projected_cross_entropy_ref
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -28,6 +29,17 @@ def test_projected_cross_entropy_equals_reference(
     torch.testing.assert_close(nll, expected_nll, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(500, 4096), (33_000, 4096), (250_000, 1073)])
+def test_a_gpu_takes_thousands_of_rows_at_once_within_a_bound_of_memory(vocabulary: int, rows: int) -> None:
+    x = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    assert chunk_rows(vocabulary, x, Kernels().planned_for((9, 0))) == rows
+
+
+def test_the_chunks_of_a_cpu_fit_its_cache() -> None:
+    x = torch.empty(0)
+    assert [chunk_rows(vocabulary, x, Kernels()) for vocabulary in (500, 33_000, 10**8)] == [8388, 127, 1]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])

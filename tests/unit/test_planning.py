@@ -18,7 +18,7 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels.choice import DEFAULT
+from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning import planner
 from deepspeed_nmt.planning.advice import GIB, advise
@@ -104,6 +104,19 @@ def test_other_sizes_are_interpolated_from_two_counts() -> None:
         total = counted.activations + counted.logits
         assert followed.activations + followed.logits == pytest.approx(total, rel=0.1)
         assert followed.flops == pytest.approx(counted.flops, rel=0.05)
+
+
+def test_logits_on_a_gpu_are_followed_through_the_size_of_a_chunk() -> None:
+    """Up to 4,096 rows all logits are held at once, beyond that only a chunk of them."""
+    config = load_config("transformer_base", settings=[*NARROW, *SHALLOW])
+    kernels = Kernels.only("torch").planned_for((9, 0))
+    objective = build_objective(config, V)
+    work = planner.count_model(build_meta_model(config, V, kernels), objective, V, "bf16", 1).work
+    model = build_meta_model(config, V, kernels).to(torch.bfloat16)
+    for tokens in (512, 2048, 4096, 8192, 32768):
+        counted, followed = count_update(model, objective, V, tokens, (0, 0)), work(tokens, (0, 0))
+        total = counted.activations + counted.logits
+        assert followed.activations + followed.logits == pytest.approx(total, rel=0.05), tokens
 
 
 def test_work_of_a_transformer_is_six_operations_for_each_weight_and_token() -> None:

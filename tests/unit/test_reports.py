@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from deepspeed_nmt.engine.base import EngineScalars
 from deepspeed_nmt.evaluate.curves import RunCurves, draw_curves
 from deepspeed_nmt.evaluate.table import cell, json_line, markdown_table, text_table
 from deepspeed_nmt.run import sweep as module
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.manifest import DataRecord
 from deepspeed_nmt.run.outcome import Outcome
 from deepspeed_nmt.run.scores import recorded_scores
 from deepspeed_nmt.run.sweep import Sweep
+from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -82,6 +86,8 @@ def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(
     make_run(runs / "other", "model.decoder_layers=5", **done)
     (runs / "broken").mkdir()
     (runs / "broken" / "config.yaml").write_text("model: 5")
+    (runs / "damaged").mkdir()
+    (runs / "damaged" / "config.yaml").write_text("model: [5")
     (runs / "text.txt").write_text("no run")
     picture = tmp_path / "sweep.svg"
     rows = report(capsys, "sweep", "deep_decoder_fig1", "--runs", runs, "--out", picture)
@@ -89,33 +95,41 @@ def test_a_sweep_is_reported_by_settings_and_missing_runs_are_named(
     assert [row["status"] for row in rows[:3]] == ["missing", "1,200 of 200,000 updates", "finished"]
     six = rows[2]
     assert (six["run"], six["train_ppl"], six["source_reliance"], six["hours"]) == (str(runs / "six"), 4.0, 2.5, 3.0)
-    assert six["bleu"] == 54.0, "the best of validation, because there is no test set"
+    assert (six["metric"], six["score"]) == ("bleu", 54.0), "the best of validation, because there is no test set"
     assert rows[5]["train_ppl"] is None and rows[5]["hours"] is None
     text = picture.read_text(encoding="utf-8")
-    titles = ("final training perplexity", "validation BLEU", "source reliance (nats)", "model.decoder_layers")
+    titles = ("final training perplexity", "validation bleu", "source reliance (nats)", "model.decoder_layers")
     assert all(f"<!-- {title} -->" in text for title in titles)
     assert main(["report", "sweep", "deep_decoder_fig1", "--runs", str(runs), "--out", str(picture)]) == 0
     captured = capsys.readouterr()
     table, said = captured.out.splitlines(), captured.err
     assert table[0].split()[:4] == ["point", "model.decoder_layers", "train", "ppl"]
     assert table[3].split()[:4] == ["3", "6", "4.000", "54.00"] and table[1].endswith("missing")
-    assert "point 1 (model.decoder_layers=1) has no run in" in said
-    assert "`train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 1)`" in said
+    (line,) = (line for line in said.splitlines() if "no run in" in line)
+    assert "7 of 10 points have no run in" in line and "the first is point 1 (model.decoder_layers=1)" in line
+    assert "`train $(deepspeed-nmt plan --sweep deep_decoder_fig1 --point 1)`" in line
     assert "runs/2 is not finished: 1,200 of 200,000 updates" in said
     assert "broken is left out, because its settings cannot be read" in said
+    (line,) = (line for line in said.splitlines() if "damaged" in line)
+    assert line.endswith(
+        "must be a YAML file, but cannot be read: expected ',' or ']', but got '<stream end>' in line 1, column 10"
+    )
+    assert "no validation bleu is logged by 2, 3" in said, "the metric of the report is that of six"
 
 
 def test_a_sweep_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", "model.decoder_layers=5")
     words = ["report", "sweep", "deep_decoder_fig1", "--out", str(tmp_path / "x.png"), "--runs"]
     assert main([*words, str(tmp_path)]) == 2
-    assert "--runs must hold runs of the sweep deep_decoder_fig1, but of the 1 runs in" in capsys.readouterr().err
+    assert "--runs must hold runs of the sweep deep_decoder_fig1, but of the 1 run in" in capsys.readouterr().err
     assert main([*words, str(tmp_path / "none")]) == 2
     assert "there is no directory" in capsys.readouterr().err
     assert main(["report", "sweep", "deep_decoder_fig9", "--runs", str(tmp_path)]) == 2
     assert "--sweep must name a known sweep" in capsys.readouterr().err
     assert main([*words, str(tmp_path), "--input", str(tmp_path / "a")]) == 2
     assert "must be named by --data, or by --input and --reference" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none"), "--max-tokens", "-5"]) == 2
+    assert "--max-tokens must be a whole number of at least 1, but is -5" in capsys.readouterr().err
 
 
 def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(
@@ -131,7 +145,7 @@ def test_of_several_runs_of_a_point_the_one_nearest_to_the_recipe_is_taken(
     )
     said = capsys.readouterr().err
     assert "point 1 (model.decoder_layers=1) has several runs" in said and "is taken, not a, 1" in said
-    assert "must differ in the settings swept alone, but differ in model.dim, too" in said
+    assert "must differ only in the settings swept, but also differ in model.dim;" in said
 
 
 def test_a_smaller_scale_of_all_runs_is_no_difference_between_them(
@@ -144,7 +158,53 @@ def test_a_smaller_scale_of_all_runs_is_no_difference_between_them(
     )
     said = capsys.readouterr().err
     assert "all runs differ from the recipe of deep_decoder_fig1 in model.dim=64" in said
-    assert "swept alone" not in said
+    assert "must differ only in" not in said
+
+
+def test_all_runs_of_a_sweep_are_reported_by_one_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "1", "model.decoder_layers=1", valid_chrf=40.0)
+    make_run(tmp_path / "2", "model.decoder_layers=3", valid_chrf=41.0, valid_bleu=20.0)
+    make_run(tmp_path / "3", "model.decoder_layers=6", valid_ter=41.0)
+    words = ["sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg"]
+    rows = report(capsys, *words)[:3]
+    assert [(row["metric"], row["score"]) for row in rows] == [("bleu", None), ("bleu", 40.0), ("bleu", None)]
+    assert "<!-- validation bleu -->" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert main(["report", *map(str, words)]) == 0
+    captured = capsys.readouterr()
+    assert "validation bleu" in captured.out.splitlines()[0]
+    assert "no validation bleu is logged by 1, 3" in captured.err
+
+
+def test_runs_of_other_data_or_validation_are_compared_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, layers in enumerate((1, 3, 6)):
+        settings = ["validation.max_sentences=100", "validation.max_tokens=99"] if number == 2 else []
+        run = make_run(tmp_path / str(number), f"model.decoder_layers={layers}", *settings, train_ppl=5.0)
+        record = DataRecord(path=f"data{number}", fingerprint="a" if number < 2 else "b")
+        (run / "data.json").write_bytes(record.content())
+    words = ["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]
+    assert main(words) == 0
+    assert "but also differ in validation.max_sentences, the data; compare them" in capsys.readouterr().err
+    (tmp_path / "2" / "config.yaml").unlink()
+    assert main(words) == 0
+    assert "also differ" not in capsys.readouterr().err, "the same data in two directories"
+
+
+def test_runs_of_unlike_text_are_not_translated_for_one_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer: Any = SimpleNamespace(reference=str)
+    for layers, form in ((1, TextForm("raw")), (3, TextForm("tokenised"))):
+        run = make_run(tmp_path / str(layers), f"model.decoder_layers={layers}", train_ppl=5.0)
+        (run / "data.json").write_bytes(DataRecord(path="data", fingerprint="a", text=form).content())
+    monkeypatch.setattr(Run, "open", lambda path: Run(path, Outcome.read(path).config, tokenizer, {}))
+    text = tmp_path / "text"
+    text.write_text("a b\n")
+    words = ["report", "sweep", "deep_decoder_fig1", "--runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]
+    assert main([*words, "--input", str(text), "--reference", str(text)]) == 2
+    said = capsys.readouterr().err
+    assert f"must translate into text of one form, but {tmp_path}/3 and {tmp_path}/1 do not" in said
 
 
 def test_axes_are_the_settings_swept_independently(sweep_of: Any) -> None:

@@ -1,0 +1,246 @@
+"""Common code of the parts: rows of results, timing on a device, and a synthetic corpus with realistic lengths."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.engine.config import Precision
+from deepspeed_nmt.planning.gpus import kind_of
+
+VOCABULARY, TINY_VOCABULARY = Vocabulary(33_000), Vocabulary(200)
+"""Vocabulary of all models that are measured, and of rehearsals."""
+LENGTHS = (
+    ((1, 4), 2), ((5, 8), 6), ((9, 12), 9), ((13, 16), 12), ((17, 20), 12), ((21, 24), 12), ((25, 28), 11),
+    ((29, 32), 9), ((33, 40), 12), ((41, 48), 7), ((49, 64), 6), ((65, 96), 2),
+)  # fmt: skip
+"""Source lengths in tokens with EOS, and the percentage of sentences: news text with 33,000 BPE tokens, rounded."""
+LENGTH_RATIO, LENGTH_SPREAD = 1.05, 0.18
+"""Median of target length / source length, and standard deviation of its logarithm."""
+
+Values = Mapping[str, object]
+
+
+class Skipped(Exception):  # noqa: N818
+    """A measurement that is not possible here; the message gives the reason."""
+
+
+class Bench:
+    """The results of one part, written to disk after every row, so that a part that is killed keeps its rows.
+
+    Args:
+        part: name of the part, and of its files.
+        out: directory of the results.
+        device: device to measure.
+        tiny: True for a rehearsal, in which models and data are tiny and the figures meaningless.
+        limit_s: seconds after which no further measurement is started.
+    """
+
+    def __init__(self, part: str, out: Path, device: torch.device, tiny: bool, limit_s: float) -> None:
+        self.part, self.out, self.device, self.tiny = part, out, device, tiny
+        self.rows: list[dict[str, object]] = []
+        self._started, self._limit_s = time.monotonic(), limit_s
+
+    @property
+    def on_gpu(self) -> bool:
+        """True on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def half(self) -> Precision:
+        """The 16-bit precision of the device: fp16 on a GPU without bf16, otherwise bf16."""
+        return "fp16" if self.on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Vocabulary of the models."""
+        return TINY_VOCABULARY if self.tiny else VOCABULARY
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the limit of the part."""
+        return self._limit_s - (time.monotonic() - self._started)
+
+    @property
+    def failed(self) -> bool:
+        """True if a measurement has failed; one that was skipped has not."""
+        return any(str(row["status"]).startswith("failed") for row in self.rows)
+
+    def measure(self, run: Callable[[], Values | Iterator[Values]], **labels: object) -> Values:
+        """Run a measurement and add its row. If it fails, the row says why, and the part goes on.
+
+        Args:
+            run: returns the values of the row, or yields them in turn so that a failure loses only those that are
+                missing; may raise :class:`Skipped`.
+            labels: first columns of the row.
+
+        Returns:
+            The values; empty if there are none.
+        """
+        begun, status = time.monotonic(), "ok"
+        values: dict[str, object] = {}
+        try:
+            if self.seconds_left <= 0.0:
+                raise Skipped("no time left")
+            found = run()
+            for each in [found] if isinstance(found, Mapping) else found:
+                values |= each
+        except Skipped as reason:
+            status = f"skipped: {reason}"
+        except Exception as error:
+            traceback.print_exc()
+            status = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        self.rows.append({**labels, **values, "status": status})
+        self._save()
+        spent = time.monotonic() - begun
+        shown = " ".join(f"{name}={_cell(value)}" for name, value in self.rows[-1].items())
+        sys.stdout.write(f"{self.part} [{spent:.1f} s]: {shown}\n")
+        sys.stdout.flush()
+        gc.collect()
+        if self.on_gpu:
+            with contextlib.suppress(RuntimeError):  # a failed kernel makes every later call fail, too
+                torch.cuda.empty_cache()
+        return values
+
+    def _save(self) -> None:
+        """Write PART.json and PART.md."""
+        seconds = time.monotonic() - self._started
+        about = {"part": self.part, **environment(self.device), "tiny": self.tiny, "seconds": round(seconds, 1)}
+        self.out.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({**about, "rows": self.rows}, indent=1, default=str)
+        (self.out / f"{self.part}.json").write_text(content + "\n", encoding="utf-8")
+        columns = [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "status"]
+        columns.append("status")
+        lines = [f"**{self.part}**: " + ", ".join(f"{name} {_cell(value)}" for name, value in about.items()), ""]
+        lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in self.rows]
+        (self.out / f"{self.part}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _cell(value: object) -> str:
+    """Format a value for a table: four significant digits, whole numbers in full."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value).replace("|", "/")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return the versions and the name of the device."""
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "device": device.type}
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        found |= {"device": torch.cuda.get_device_name(device), "capability": f"{major}.{minor}"}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the peak of 16-bit products by the data sheet, in operations a second; None if it is not known."""
+    kind = kind_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return kind.tflops * 1e12 if kind is not None and kind.tflops else None
+
+
+# Timing
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_seconds(once: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds from the start of a function until the device has finished, launches included."""
+    synchronise(device)
+    started = time.perf_counter()
+    once()
+    synchronise(device)
+    return time.perf_counter() - started
+
+
+class DeviceTimer:
+    """Timer of the kernels that a function launches, without the launching.
+
+    The GPU spins while the host queues all kernels, so that none of them waits for its launch. Before they start, the
+    GPU's cache is flushed. A function that waits for the GPU cannot be timed in this way.
+
+    Args:
+        device: the GPU; on a CPU the timer returns wall time.
+    """
+
+    _CYCLES_PER_S = 2.0e9  # at least the clock of any GPU, so that a spin is never too short by much
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flush = torch.empty(256 * 2**20 if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+
+    def milliseconds(self, once: Callable[[], object], rounds: int, warmup: int = 2) -> float:
+        """Return the median time of a function's kernels.
+
+        Args:
+            once: function to time.
+            rounds: number of measurements.
+            warmup: number of calls before them, which compile kernels.
+        """
+        for _ in range(warmup):
+            once()
+        queueing = wall_seconds(once, self.device)
+        return statistics.median(self._once(once, queueing) for _ in range(rounds))
+
+    def _once(self, once: Callable[[], object], queueing_s: float) -> float:
+        if self.device.type != "cuda":
+            return 1e3 * wall_seconds(once, self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(self._CYCLES_PER_S * (1.5 * queueing_s + 2e-4)))
+        self._flush.zero_()
+        start.record()
+        once()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(start.elapsed_time(end))
+
+
+# The synthetic corpus
+
+
+def sentence_lengths(count: int, seed: int = 1) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Draw source and target lengths, EOS included, from the histogram. Shape: -> two of (count,)."""
+    rng = np.random.default_rng(seed)
+    share = np.array([percent for _, percent in LENGTHS], dtype=float)
+    bins = np.array([bounds for bounds, _ in LENGTHS])[rng.choice(len(LENGTHS), size=count, p=share / share.sum())]
+    source = rng.integers(bins[:, 0], bins[:, 1] + 1)
+    ratio = LENGTH_RATIO * np.exp(LENGTH_SPREAD * rng.standard_normal(count))
+    target = np.clip(np.rint(source * ratio), 1, 2 * LENGTHS[-1][0][1]).astype(np.int64)
+    return source, target
+
+
+def write_corpus(directory: Path, pairs: int, vocabulary: Vocabulary) -> Corpus:
+    """Write a corpus of random tokens whose lengths follow the histogram, and open it."""
+    rng = np.random.default_rng(2)
+    first = vocabulary.unk + 1
+    sides = []
+    for lengths in sentence_lengths(pairs):
+        tokens = rng.integers(first, vocabulary.size, size=int((lengths - 1).sum()))
+        ends = np.cumsum(lengths - 1)[:-1]
+        sides.append([sentence.tolist() for sentence in np.split(tokens, ends)])
+    with CorpusWriter(directory, "train", vocabulary.size) as writer:
+        writer.append(*sides)
+    return Corpus(directory, "train")

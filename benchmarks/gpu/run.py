@@ -1,0 +1,54 @@
+"""Run parts of the GPU benchmark, and write PART.json and PART.md for each.
+
+    python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS]
+
+Parts: smoke, kernels, attention, training, marian, decoding. `run.sh` runs each in a process of its own. The exit
+status is 1 if a measurement has failed; all others are made nevertheless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from harness import Bench
+
+from deepspeed_nmt.parallel.device import prepare_gpu
+
+PARTS = ("smoke", "kernels", "attention", "training", "marian", "decoding")
+
+
+def main() -> int:
+    """Run the parts, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", metavar="PART", choices=PARTS, help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models; the figures mean nothing")
+    parser.add_argument(
+        "--limit", type=float, default=400.0, help="seconds of a part, then it starts nothing new (default: 400)"
+    )
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, but torch finds no GPU; rehearse with --device cpu --tiny")
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        prepare_gpu(device)
+    status = 0
+    for part in arguments.parts:
+        bench = Bench(part, arguments.out, device, arguments.tiny, arguments.limit)
+        try:
+            importlib.import_module(part).run(bench)
+        except Exception:  # the other parts are still wanted
+            traceback.print_exc()
+            status = 1
+        status = status or int(bench.failed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
