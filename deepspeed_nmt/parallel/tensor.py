@@ -49,12 +49,11 @@ class Slice:
     """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``, at most ``largest``."""
 
     def __init__(self, dim: int, size: int, world: World) -> None:
-        self.dim, self.size = dim, size
+        self.dim, self.size, self.largest = dim, size, -(-size // world.tensor_ranks)
         # If the ranks do not divide the size, slices differ in size by one, without padding.
         self.start, self.stop = (
             size * place // world.tensor_ranks for place in (world.tensor_rank, world.tensor_rank + 1)
         )
-        self.largest = -(-size // world.tensor_ranks)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of a whole tensor, as a view."""
