@@ -29,7 +29,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
         checkpoint: best, last, average, or a path.

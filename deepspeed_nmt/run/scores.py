@@ -21,7 +21,7 @@ from deepspeed_nmt.run.parallel_text import ParallelText
 
 
 class ScoreKey(Config):
-    """What a score depends on: equal keys give equal scores.
+    """Inputs of a score: equal keys give equal scores.
 
     Attributes:
         text: digest of the sentences and their references.
