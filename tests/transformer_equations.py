@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests import equations
+from tests.equations import attend
+
 Style = str
 """pre or post."""
 
 
-def linear(part: Any, x: Tensor) -> Tensor:
-    return x @ part.weight.T + (0.0 if part.bias is None else part.bias)
-
-
 def norm(part: Any, x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * part.weight + part.bias
+    return equations.norm(part, x, 1e-5)
 
 
 def embed(weight_VD: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -39,21 +37,6 @@ def embed(weight_VD: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.stack(rows)
 
 
-def attend(part: Any, heads: int, x_TD: Tensor, memory_SD: Tensor, causal: bool = False) -> Tensor:
-    query, key, value = linear(part.q_proj, x_TD), linear(part.k_proj, memory_SD), linear(part.v_proj, memory_SD)
-    width = x_TD.shape[1] // heads
-    rows = []
-    for place in range(len(x_TD)):
-        seen = place + 1 if causal else len(memory_SD)
-        found = []
-        for head in range(heads):
-            of = slice(head * width, (head + 1) * width)
-            weights = torch.softmax(key[:seen, of] @ query[place, of] / math.sqrt(width), 0)
-            found.append(weights @ value[:seen, of])
-        rows.append(torch.cat(found))
-    return linear(part.out_proj, torch.stack(rows))
-
-
 def residual(part: Any, style: Style, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
     if style == "pre":
         return x + sublayer(norm(part.norm, x))
@@ -61,7 +44,7 @@ def residual(part: Any, style: Style, x: Tensor, sublayer: Callable[[Tensor], Te
 
 
 def network(part: Any, x: Tensor) -> Tensor:
-    return linear(part.down_proj, linear(part.up_proj, x).clamp(min=0.0))
+    return equations.network(part, x, lambda h: h.clamp(min=0.0))
 
 
 def encoder_layer(layer: Any, style: Style, heads: int, x: Tensor) -> Tensor:
