@@ -9,7 +9,7 @@ import statistics
 import sys
 
 import torch
-from timing import parser, random_batch, seconds
+from timing import half_on_gpu, parser, random_batch, seconds
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -49,7 +49,8 @@ def main() -> None:
         encoder_layers=arguments.layers,
         decoder_layers=arguments.layers,
     )
-    model = build_transformer(config, Vocabulary(arguments.vocab)).to(arguments.device).train()
+    model = build_transformer(config, Vocabulary(arguments.vocab))
+    model.to(arguments.device, half_on_gpu(arguments.device)).train()
     likelihoods = {
         "vanilla": LabelSmoothed(0.1, 0),
         "2x2": MultiSoftmax(MultiSoftmaxConfig(exits="2x2"), 0),

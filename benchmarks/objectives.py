@@ -14,7 +14,7 @@ import sys
 from functools import partial
 
 import torch
-from timing import parser, random_batch, seconds
+from timing import half_on_gpu, parser, random_batch, seconds
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -57,7 +57,7 @@ def build(arguments: argparse.Namespace, layer: dict[str, float], regularizers: 
         likelihood.build(likelihood.config(), vocabulary),
         [REGULARIZERS[name].build(REGULARIZERS[name].config(), vocabulary) for name in regularizers],
     )
-    return TrainModule(model, objective).to(arguments.device).train()
+    return TrainModule(model, objective).to(arguments.device, half_on_gpu(arguments.device)).train()
 
 
 def main() -> None:

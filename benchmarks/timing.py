@@ -48,13 +48,17 @@ def random_batch(arguments: argparse.Namespace, update: int) -> Batch:
     return made.to(torch.device(arguments.device))
 
 
+def half_on_gpu(device: str) -> torch.dtype:
+    """Return the dtype of a model's weights: bf16 on a GPU, fp32 on a CPU."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def seconds(module: TrainModule, batch: Batch) -> float:
-    """Return the seconds of a forward and backward pass; on a GPU in bf16."""
+    """Return the seconds of a forward and backward pass."""
     device = batch.source_BS.device
     synchronise(device)
     started = time.perf_counter()
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        loss = module(batch).loss
+    loss = module(batch).loss
     (loss / batch.target_tokens).backward()
     module.zero_grad(set_to_none=True)
     synchronise(device)

@@ -26,7 +26,7 @@ from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.manifest import replace_files
 from deepspeed_nmt.sample.corpus import write_sample
-from deepspeed_nmt.selftest.models import VOCABULARY
+from deepspeed_nmt.selftest.models import loader_of
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
@@ -125,14 +125,14 @@ def random_corpus(
     return Corpus(directory, split)
 
 
-def parity_loader(directory: Path, world: World) -> TrainLoader:
+def parity_loader(directory: Path, world: World, engine: str = "plain") -> TrainLoader:
     """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 
     An update has one to eight micro-batches in one process, and one to four on each of two ranks. All are small:
     under DeepSpeed their size hardly affects the time.
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
-    return TrainLoader(Corpus(directory, "train"), batches, 5, world.data_rank, world.data_ranks, VOCABULARY)
+    return loader_of(directory, world, engine, batches)
 
 
 def prepare_sample(directory: Path, vocab_size: int, **pairs: int) -> Path:

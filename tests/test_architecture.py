@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "methods": {"kernels", "nn", "core", "search"},
     "data": {"core"},
     "parallel": {"kernels", "nn"},
-    "engine": {"kernels", "core", "parallel"},
+    "engine": {"kernels", "nn", "core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
     "planning": {"kernels", "core", "data", "parallel", "engine"},

@@ -45,20 +45,25 @@ def arm(norm: str, encoder: int, decoder: int, lr: float = 2e-3) -> list[str]:
 
 
 CAD = ["layer.name=cross_attention_drop", "layer.drop_depth=6", "layer.drop_ratio=1.0"]
+HALF = "layer.drop_depth=3"
 CRT = ["objective.ddr.weight=1", "objective.ald.weight=1"]
 POST = arm("post", 15, 15)
+DEEP_ENCODER = arm("post", 15, 6)
 ARMS = {
     # The search: both norms, two learning rates, and depth on one side or both.
     "pre15-15": arm("pre", 15, 15),
     "post15-15": POST,
     "pre15-15_noam": arm("pre", 15, 15, NOAM),
     "post6-15": arm("post", 6, 15),
-    "post15-6": arm("post", 15, 6),
+    "post15-6": DEEP_ENCODER,
     "post6-6": arm("post", 6, 6),
-    # Remedies in the setting that collapses.
+    # Remedies in the settings that collapse; a decoder of 6 layers drops the cross-attention of its lower half.
     "post15-15_cad": [*POST, *CAD],
     "post15-15_full": [*POST, *CAD, *CRT],
     "post15-15_scaled": [*POST, "model.init=depth_scaled"],
+    "post15-6_cad": [*DEEP_ENCODER, *CAD, HALF],
+    "post15-6_full": [*DEEP_ENCODER, *CAD, HALF, *CRT],
+    "post15-6_scaled": [*DEEP_ENCODER, "model.init=depth_scaled"],
 }
 
 

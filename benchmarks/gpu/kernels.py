@@ -23,7 +23,7 @@ from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels import backends, torch_ops
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import chunk_rows
-from deepspeed_nmt.kernels.rows import ChunkRows
+from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
 from deepspeed_nmt.kernels.trial import compare
 
 ROWS, DIM, ROUNDS = 8192, 1024, 15
@@ -42,7 +42,7 @@ class Case:
     """
 
     inputs: list[Tensor]
-    call: Callable[..., Tensor]
+    call: Callable[..., Any]
     moved: int
 
 
@@ -66,7 +66,7 @@ def cases(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
         Case(
             [of(rows, dim), of(dim), of(rows, dim), of(dim), of(dim)],
             lambda f, x, b, r, w, s: f(x, b, r, w, s, DROPOUT, 1.0, 1e-5),
-            8 * size,
+            9 * size,
         ),
     )
     for name in ("bias_relu_dropout", "bias_gelu_dropout"):
@@ -111,15 +111,19 @@ def passes(case: Case, function: Callable[..., Any]) -> Run:
     """Return a function that runs forward and backward pass and returns the result and the gradients."""
     with torch.no_grad():
         like = case.call(function, *case.inputs)
-    if not isinstance(like, Tensor):  # cross-entropy returns its gradient with the result
-        return lambda: [case.call(function, *case.inputs).gradients[0]]  # type: ignore[attr-defined]
-    upstream = torch.randn_like(like)
+    if isinstance(like, ChunkResult):  # cross-entropy returns its gradient with the result
+        return lambda: [case.call(function, *case.inputs).gradients[0]]
+    upstream = [torch.randn_like(each) for each in _listed(like)]
 
     def once() -> Sequence[Tensor]:
-        result = case.call(function, *case.inputs)
-        return [result, *torch.autograd.grad(result, case.inputs, upstream)]
+        results = _listed(case.call(function, *case.inputs))
+        return [*results, *torch.autograd.grad(results, case.inputs, upstream)]
 
     return once
+
+
+def _listed(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def measure(

@@ -5,7 +5,7 @@ some that are timed. `kernel_ms` and `idle` come from a profile of a few micro-b
 share of the time without a profiler in which the GPU had none to run. `planned_gib` is what `plan` computes for the
 largest micro-batch that ran.
 
-To measure something else (another layout of batches, compiled layers), add a line to `VARIANTS`.
+To measure something else, add a line to `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.planning.planner import Counts
-from deepspeed_nmt.run.resolve import make_planner
+from deepspeed_nmt.run.resolve import make_planner, resolve_layout
 from deepspeed_nmt.train.optimizer import build_optimizer
 from deepspeed_nmt.train.throughput import Workload
 
@@ -80,12 +80,16 @@ class Variant:
 
 BIG = Variant("BIG 6+6", "transformer_big")
 DEEP = "deep_decoder_big_54"
+COMPILED, INTERPRETED = ("engine.compile=layers",), ("engine.compile=off",)  # compilation takes minutes on a CPU
 VARIANTS = (  # the most wanted first, in case the time runs out
     BIG,
     Variant("BIG 27+27", f"{DEEP}_plain_stabilised"),
+    Variant("BIG 6+6", "transformer_big", settings=COMPILED, tiny=INTERPRETED),
+    Variant("BIG 27+27", f"{DEEP}_plain_stabilised", settings=COMPILED, tiny=INTERPRETED),
     Variant("BIG 27+27, CAD DDR ALD", f"{DEEP}_stabilised", tiny=("layer.drop_depth=1",)),
+    Variant("BIG 6+6", "transformer_big", settings=("batch.layout=padded",), tiny=("batch.layout=packed",)),
     Variant("BIG 6+6", "transformer_big", "fp16"),
-    Variant("BIG 6+6", "transformer_big", settings=("batch.max_padding=0.25",)),
+    Variant("BIG 6+6", "transformer_big", settings=("batch.layout=padded", "batch.max_padding=0.25")),
     Variant("BIG 6+6", "transformer_big", settings=("engine.name=deepspeed", "engine.ds_config=zero1")),
     Variant("BASE 6+6", "transformer_base"),
 )
@@ -125,11 +129,14 @@ def training(config: RunConfig, corpus: Corpus, bench: Bench) -> Iterator[Traini
     try:
         settings = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         model = build_model(config, vocabulary, build_kernels(config))
+        if config.engine.compile == "layers":
+            model.compile_layers()
         module = TrainModule(model, build_objective(config, vocabulary)).to(device)
         optimizer = build_optimizer(config.optimizer, module)
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(settings, module, optimizer, world, dummy)
-        loader = TrainLoader(corpus, config.batch, config.training.seed, 0, 1, vocabulary)
+        batch = resolve_layout(config, settings.precision, device)
+        loader = TrainLoader(corpus, batch, config.training.seed, 0, 1, vocabulary)
         yield Training(config, settings, vocabulary, world, engine, loader)
         engine.close()
     finally:

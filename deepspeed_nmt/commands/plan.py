@@ -3,7 +3,8 @@
     deepspeed-nmt plan --recipe deep_decoder_big_54_stabilised --gpu v100-32g --num-gpus 32
 
 Memory is counted by running an update of the model on torch's meta device, where tensors have shapes and no data; see
-docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB.
+docs/scale.md. GPUs: v100-16g, v100-32g, a100-40g, a100-80g, l40s-48g, h100-80g, h200-141g, or NAME:GiB. With `--data`
+it also prints the micro-batches of the padded and of the packed layout.
 
 A sweep is a grid of settings around a recipe, for example of a figure in a paper. `--sweep` lists its points;
 `--point I` prints one of them as arguments for `train`:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="V",
         help="size of the vocabulary, or SOURCE,TARGET (default: those of the recipe's BERTs, or 32000)",
     )
+    parser.add_argument("--data", metavar="DIR", help="print what each layout of batches makes of this data")
     parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
     parser.add_argument(
         "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if an option or a setting is out of range, or unknown.
     """
     import json
+    from pathlib import Path
 
     from deepspeed_nmt.console import output
     from deepspeed_nmt.errors import ConfigError
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
-    from deepspeed_nmt.run.plans import Plans
+    from deepspeed_nmt.run.plans import Plans, layout_yields
 
     plans = Plans()
     for number, (recipe, settings) in enumerate(points, 1):
@@ -99,6 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
             result, text = {**result, **planned}, f"{text}\n{table}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
+        if arguments.data is not None:
+            found = layout_yields(config, Path(arguments.data), arguments.num_gpus)
+            result["layouts"], text = [vars(each) for each in found], "\n".join([text, *map(str, found)])
         output(json.dumps(result) if arguments.json else text)
     return 0
 
@@ -131,7 +137,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _set_for_a_plan(arguments: argparse.Namespace) -> list[str]:
     """Return the options given that change plans alone."""
-    defaults = {"vocab_size": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU, "json": False}
+    defaults = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU, "json": False}
     given = vars(arguments)
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
 

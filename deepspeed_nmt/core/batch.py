@@ -1,14 +1,24 @@
-"""A padded micro-batch of sentence pairs, and the update that it belongs to.
+"""A micro-batch of sentence pairs, and the update that it belongs to.
 
-Legend: B sentences, S source length, T target length (both with one end-of-sentence token).
+In the padded layout each sentence has a row. In the packed layout the sentences of a side are end to end in one row
+(:class:`~deepspeed_nmt.kernels.segments.Segments`): where a shape has B, S and T, it is then 1, and the tokens of the
+source's and the target's row.
+
+Legend: B sentences, S source length, T target length (both with one end-of-sentence token), D model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from deepspeed_nmt.kernels.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,22 @@ class UpdateInfo:
     sentences: int = 0
 
 
+def packed_row(sentences: Sequence[NDArray[Any]], size: int, pad: int) -> tuple[Tensor, Segments]:
+    """Put sentences end to end in a row, and fill it with padding.
+
+    Args:
+        sentences: tokens of each sentence.
+        size: N, the number of tokens in the row; at least one more than the sentences have.
+        pad: padding token.
+
+    Shape: -> (1,N)
+    """
+    row_1N = np.full((1, size), pad, dtype=np.int64)
+    tokens = np.concatenate(sentences)
+    row_1N[0, : len(tokens)] = tokens
+    return torch.from_numpy(row_1N), Segments.of([len(each) for each in sentences], size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One micro-batch as one rank sees it.
@@ -47,6 +73,8 @@ class Batch:
         target_tokens: tokens of ``target_output_BT`` that are not padding; 0 in an empty batch.
         pad: padding token of both sides.
         update: the update that the batch belongs to.
+        source_segments: sentences of the source's row in the packed layout; None in the padded layout.
+        target_segments: sentences of the target's row in the packed layout; None in the padded layout.
     """
 
     source_BS: Tensor
@@ -57,10 +85,12 @@ class Batch:
     target_tokens: int
     pad: int
     update: UpdateInfo = UpdateInfo()
+    source_segments: Segments | None = None
+    target_segments: Segments | None = None
 
     @property
     def rows(self) -> int:
-        """Number of sentence pairs, B."""
+        """Number of rows of either side: sentence pairs in the padded layout, 1 in the packed layout."""
         return self.source_BS.shape[0]
 
     @property
@@ -75,20 +105,47 @@ class Batch:
 
     @property
     def source_padded(self) -> bool:
-        """True if any source position is padding; known without waiting for the device."""
+        """True if a mask of source positions is needed in the padded layout; known without waiting for the device."""
         return self.source_tokens != self.source_BS.numel()
+
+    # Sentences as rows, in either layout: B and S or T are then those of the padded layout.
 
     @property
     def target_mask(self) -> Tensor:
-        """Bool, True for positions of ``target_output_BT`` that are not padding. Shape: -> (B,T)."""
-        return self.target_output_BT.ne(self.pad)
+        """Bool, True for positions of sentences' rows of the target that are not padding. Shape: -> (B,T)."""
+        real_BT = self.target_rows(self.target_output_BT).ne(self.pad)
+        return real_BT if self.target_segments is None else real_BT & self.target_segments.real_positions
+
+    def source_rows(self) -> Tensor:
+        """Return the source tokens with a padded row for each sentence. Shape: -> (B,S)."""
+        if self.source_segments is None:
+            return self.source_BS
+        rows_BS = self.source_segments.to_rows(self.source_BS[0], 0)
+        return rows_BS.masked_fill(~self.source_segments.real_positions, self.pad)
+
+    def laid_out_source(self, rows_BS: Tensor) -> Tensor:
+        """Return source tokens in the batch's layout, the reverse of :meth:`source_rows`; a tail is arbitrary."""
+        return rows_BS if self.source_segments is None else self.source_segments.from_rows(rows_BS, 0).unsqueeze(0)
+
+    def target_rows(self, x: Tensor) -> Tensor:
+        """Return tokens or states of target positions with a row for each sentence; padding is arbitrary.
+
+        Shape: (B,T) or (B,T,D), in the batch's layout -> (B,T) or (B,T,D)
+        """
+        return x if self.target_segments is None else self.target_segments.to_rows(x[0], 0)
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to another device."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return replace(
             self,
-            source_BS=self.source_BS.to(device, non_blocking=True),
-            target_input_BT=self.target_input_BT.to(device, non_blocking=True),
-            target_output_BT=self.target_output_BT.to(device, non_blocking=True),
-            sentence_ids_B=self.sentence_ids_B.to(device, non_blocking=True),
+            source_BS=move(self.source_BS),
+            target_input_BT=move(self.target_input_BT),
+            target_output_BT=move(self.target_output_BT),
+            sentence_ids_B=move(self.sentence_ids_B),
+            source_segments=None if self.source_segments is None else self.source_segments.to(move),
+            target_segments=None if self.target_segments is None else self.target_segments.to(move),
         )

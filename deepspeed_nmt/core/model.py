@@ -6,16 +6,18 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.nn.layers import CrossAttending, Draw
+from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw
 from deepspeed_nmt.nn.stack import LayerStack
 from deepspeed_nmt.nn.sublayer import Residual
 
@@ -34,20 +36,35 @@ class Memory:
 
     Attributes:
         states_BSD: states of the encoder.
-        mask: bool (B,1,1,S), True for positions that are not padding; None if no position is padding.
+        mask: bool (B,1,1,S), True for positions that are not padding; the sentences of packed rows; None if no
+            position is padding.
         below_BSD: states to which the bottom decoder attends, for a model of two modules; None for other models.
     """
 
     states_BSD: Tensor
-    mask: Tensor | None
+    mask: Tensor | Segments | None
     below_BSD: Tensor | None = None
 
     def select(self, sentences_B: Tensor) -> Memory:
-        """Return the memory of the sentences with the indices ``sentences_B``, in this order."""
+        """Return the memory of the sentences (in the packed layout, the rows) with the given indices."""
         return Memory(
             self.states_BSD.index_select(0, sentences_B),
-            None if self.mask is None else self.mask.index_select(0, sentences_B),
+            self.mask.index_select(0, sentences_B) if isinstance(self.mask, Tensor) else self.mask,
             None if self.below_BSD is None else self.below_BSD.index_select(0, sentences_B),
+        )
+
+    def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
+        """Return what the layers of a decoder share.
+
+        Args:
+            draw: arguments of a method's random choices.
+            segments: sentences of packed targets; None for padded ones.
+        """
+        return Context(
+            mask=mask_between(segments, self.mask),
+            memory_BSD=self.states_BSD,
+            draw=draw,
+            target_mask=mask_between(segments, segments),
         )
 
 
@@ -128,7 +145,13 @@ class TranslationModel(DecodableModel):
         """Stacks of the encoder and of the decoder through which gradients pass."""
 
     @abstractmethod
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
         """Encode sources.
 
         Shape: (B,S) -> (B,S,D), or (E B,S,D) for E exits
@@ -137,6 +160,7 @@ class TranslationModel(DecodableModel):
             source_BS: source tokens.
             padded: False if no position is padding. The mask is then omitted.
             exits: stages, counted from 1, whose states are returned as blocks of rows; None for the last.
+            segments: sentences of each row in the packed layout; None in the padded layout.
         """
 
     @abstractmethod
@@ -146,6 +170,7 @@ class TranslationModel(DecodableModel):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
         """Compute the decoder states of whole sentences (teacher forcing) at each exit.
 
@@ -156,11 +181,18 @@ class TranslationModel(DecodableModel):
             memory: encoded sources.
             draw: arguments of a method's random choices; required in training.
             exits: stages, counted from 1, whose states are returned; None for the last.
+            segments: sentences of each row in the packed layout; None in the padded layout.
         """
 
     @abstractmethod
     @override
     def at_exit(self, name: str) -> TranslationModel: ...
+
+    def all_layers(self) -> Iterator[nn.Module]:
+        """Yield the layers of all stacks, those of frozen parts as well."""
+        for module in self.modules():
+            if isinstance(module, LayerStack):
+                yield from module.layers
 
     def recompute(self, encoder_every: int, decoder_every: int) -> None:
         """Recompute every k-th layer application in the backward pass; see :class:`LayerStack`.
@@ -172,6 +204,10 @@ class TranslationModel(DecodableModel):
         for stacks, every in zip(self.stacks, (encoder_every, decoder_every), strict=True):
             for stack in stacks:
                 stack.recompute_every = every
+
+    def compile_layers(self) -> None:
+        """Have each layer compiled for training; see :func:`~deepspeed_nmt.nn.compiled.compile_layers`."""
+        compile_layers(self.all_layers())
 
     def cross_attending(self) -> dict[int, tuple[Residual | None, Residual, Residual | None]]:
         """Return the residual connections of each decoder layer that has cross-attention.
@@ -187,11 +223,12 @@ class TranslationModel(DecodableModel):
             if layer.cross_residual is not None
         }
 
-    def source_mask(self, source_BS: Tensor, padded: bool) -> Tensor | None:
-        """Return the mask of a :class:`Memory`; None if ``padded`` is False.
-
-        Shape: (B,S) -> (B,1,1,S)
-        """
+    def source_mask(
+        self, source_BS: Tensor, padded: bool, segments: Segments | None = None
+    ) -> Tensor | Segments | None:
+        """Return the mask of a :class:`Memory`, from the arguments of :meth:`encode`. Shape: (B,S) -> (B,1,1,S)."""
+        if segments is not None:
+            return segments
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
 
     def load_pretrained(self) -> bool:
@@ -215,7 +252,7 @@ class TranslationModel(DecodableModel):
 
         Shape: -> (B,T,D)
         """
-        memory = self.encode(batch.source_BS, padded=batch.source_padded)
+        memory = self.encode(batch.source_BS, padded=batch.source_padded, segments=batch.source_segments)
         update = batch.update
         draw = Draw(update.seed, update.number, micro_batch=update.micro_batch)
-        return self.decode(batch.target_input_BT, memory, draw)[0]
+        return self.decode(batch.target_input_BT, memory, draw, segments=batch.target_segments)[0]

@@ -70,15 +70,21 @@ class Passes:
             found_once = model.single_pass(batch)
             return [{**found_once, top: found_once[TOP]}]
         rows = batch.source_BS.shape[0]
-        memory = model.encode(torch.cat(self._sources_BS), batch.source_padded, self.encoder_exits)
+        memory = model.encode(
+            torch.cat(self._sources_BS), batch.source_padded, self.encoder_exits, batch.source_segments
+        )
         # Order of the blocks of rows: encoder exits, and within each the passes.
         blocks = [exit * sources + source for exit in range(encoders) for source in self._source_of_pass]
         if blocks != list(range(encoders * sources)):
-            first_X = torch.tensor(blocks, device=batch.source_BS.device) * rows
-            memory = memory.select((first_X.unsqueeze(1) + torch.arange(rows, device=first_X.device)).flatten())
+            # Indices are computed on the device: a copy of them from the host would wait for the device.
+            ranges = [
+                torch.arange(block * rows, (block + 1) * rows, device=batch.source_BS.device) for block in blocks
+            ]
+            memory = memory.select(torch.cat(ranges))
         update = batch.update
         draw = Draw(update.seed, update.number, tuple(range(passes)) * encoders, update.micro_batch)
-        states = model.decode(batch.target_input_BT.repeat(len(blocks), 1), memory, draw, self.decoder_exits)
+        targets = batch.target_input_BT.repeat(len(blocks), 1)
+        states = model.decode(targets, memory, draw, self.decoder_exits, batch.target_segments)
         found: list[dict[str, Tensor]] = [{} for _ in range(passes)]
         for decoder_exit, states_XTD in zip(self.decoder_exits, states, strict=True):
             for number, block_BTD in enumerate(torch.split(states_XTD, rows)):

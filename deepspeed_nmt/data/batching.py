@@ -7,8 +7,9 @@ run resumed on other hardware makes the same updates. Ranks and memory matter on
 2. Within a window, sentences are sorted by length and cut into *grains* of about ``grain_tokens`` target tokens.
 3. The window's grains are shuffled, and each update takes the next few. Thus an update is a mixture of lengths,
    unless it has only one or two grains.
-4. An update is sorted by length and cut into ranks x n micro-batches of similar padded size, with the smallest n that
-   keeps every one within ``micro_tokens`` and padding within ``max_padding``.
+4. In the padded layout an update is sorted by length and cut into ranks x n micro-batches of similar padded size,
+   with the smallest n that keeps every one within ``micro_tokens`` and padding within ``max_padding``. For the packed
+   layout see :mod:`deepspeed_nmt.data.packing`.
 
 ``micro_tokens`` counts rows x max(longest source, longest target).
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,10 +53,18 @@ class BatchConfig(Config):
         default=4096,
         ge=1,
         le=MAX_TOKENS,
-        description="padded tokens a GPU holds at once: rows x the longer of the two sides",
+        description="tokens a GPU holds at once, padding included: of the longer of the two sides",
+    )
+    layout: Literal["auto", "padded", "packed"] = Field(
+        default="auto",
+        description="padded: a row for each sentence; packed: sentences end to end, without padding; auto: packed on "
+        "GPUs from sm_80 up in 16 bit where the model permits it",
     )
     max_padding: float = Field(
-        default=0.1, gt=0.0, le=1.0, description="share of padding above which an update is cut finer"
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="share of padding above which an update is cut finer; for the padded layout",
     )
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from deepspeed_nmt.core.batch import Batch, UpdateInfo
+from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_row
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import (
     BatchConfig,
@@ -26,6 +27,7 @@ from deepspeed_nmt.data.batching import (
     largest_micro_batch,
 )
 from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.packing import PackedPart, RowSizes, pack_update, row_sizes
 
 T = TypeVar("T")
 
@@ -122,6 +124,46 @@ def collate(
     )
 
 
+def collate_packed(
+    corpus: Corpus, part: PackedPart, vocabulary: Vocabulary, update: UpdateInfo | None = None
+) -> Batch:
+    """Put sentence pairs end to end into a batch.
+
+    No pairs give a sentence of one position on both sides, whose target is padding.
+
+    Args:
+        corpus: sentence pairs to choose from.
+        part: chosen pairs, and the sizes of the rows.
+        vocabulary: special tokens of both sides.
+        update: the update that the batch belongs to.
+    """
+    indices = part.sentences
+    pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
+    sources = [np.append(corpus.source(int(i)), source_eos) for i in indices]
+    targets = [corpus.target(int(i)) for i in indices]
+    inputs = [np.insert(target, 0, bos) for target in targets]
+    outputs = [np.append(target, eos) for target in targets]
+    source_tokens, target_tokens = sum(map(len, sources)), sum(map(len, outputs))
+    if not targets:
+        sources, inputs, outputs = [np.array([source_eos])], [np.array([bos])], [np.array([pad])]
+
+    source_1N, source_segments = packed_row(sources, part.source, pad)
+    input_1N, target_segments = packed_row(inputs, part.target, pad)
+    output_1N, _ = packed_row(outputs, part.target, pad)
+    return Batch(
+        source_BS=source_1N,
+        target_input_BT=input_1N,
+        target_output_BT=output_1N,
+        sentence_ids_B=torch.from_numpy(indices.copy()) if len(indices) else torch.tensor([-1]),
+        source_tokens=source_tokens,
+        target_tokens=target_tokens,
+        pad=pad,
+        update=update or UpdateInfo(),
+        source_segments=source_segments,
+        target_segments=target_segments,
+    )
+
+
 class TrainLoader:
     """All updates of a run from a given position on, epoch after epoch, without end.
 
@@ -142,6 +184,7 @@ class TrainLoader:
     ) -> None:
         check_lengths(corpus.source_lengths, corpus.target_lengths, config)
         self.corpus = corpus
+        self._sizes: RowSizes | None = None
         self.config = config
         self.seed = seed
         self.rank = rank
@@ -150,16 +193,14 @@ class TrainLoader:
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
         """Yield updates from ``start`` on, the first of which is the run's update ``number``."""
-        source, target = self.corpus.source_lengths, self.corpus.target_lengths
         epoch, index = start.epoch, start.update
         while True:
             updates = self._epoch(epoch)
             while index < len(updates):
                 sentences = updates[index]
-                cut = cut_update(sentences, source, target, self.ranks, self.config)
                 index += 1
                 after = Cursor(epoch, index) if index < len(updates) else Cursor(epoch + 1, 0)
-                yield self._assemble(cut[self.rank], self._info(sentences, number), after)
+                yield self._assemble(sentences, number, after)
                 number += 1
             epoch, index = epoch + 1, 0
 
@@ -174,8 +215,21 @@ class TrainLoader:
         multiple of any number.
         """
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        if self.config.layout == "packed":
+            sizes = self.row_sizes
+            first = pack_update(self._epoch(0)[0], source, target, self.ranks, self.config, sizes)[0][0]
+            part = replace(first, source=sizes.long)
+            return collate_packed(self.corpus, part, self.vocabulary, self._info(part.sentences, 0))
         indices = largest_micro_batch(self._epoch(0), source, target, self.ranks, self.config)
         return collate(self.corpus, indices, self.vocabulary, self._info(indices, 0))
+
+    @property
+    def row_sizes(self) -> RowSizes:
+        """Sizes of the rows of micro-batches in the packed layout."""
+        if self._sizes is None:
+            source, target = self.corpus.source_lengths, self.corpus.target_lengths
+            self._sizes = row_sizes(self._epoch(0), source, target, self.ranks, self.config)
+        return self._sizes
 
     def _epoch(self, epoch: int) -> EpochUpdates:
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
@@ -185,19 +239,26 @@ class TrainLoader:
         tokens = int(self.corpus.target_lengths[sentences].sum())
         return UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(sentences))
 
-    def _assemble(self, groups: list[Indices], info: UpdateInfo, after: Cursor) -> Update:
-        batches = [
-            collate(self.corpus, group, self.vocabulary, replace(info, micro_batch=micro_batch))
-            for micro_batch, group in enumerate(groups)
-        ]
+    def _assemble(self, sentences: Indices, number: int, after: Cursor) -> Update:
+        info = self._info(sentences, number)
+        batches = [make(replace(info, micro_batch=place)) for place, make in enumerate(self._makers(sentences))]
         return Update(
-            number=info.number,
+            number=number,
             micro_batches=batches,
             target_tokens=info.tokens,
             padded_positions=sum(b.source_BS.numel() + b.target_input_BT.numel() for b in batches),
             real_positions=sum(b.source_tokens + b.target_tokens for b in batches),
             after=after,
         )
+
+    def _makers(self, sentences: Indices) -> list[Callable[[UpdateInfo], Batch]]:
+        """Cut an update, and return a function for each of this rank's micro-batches that makes it."""
+        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        if self.config.layout == "packed":
+            parts = pack_update(sentences, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
+            return [partial(collate_packed, self.corpus, part, self.vocabulary) for part in parts]
+        cut = cut_update(sentences, source, target, self.ranks, self.config)
+        return [partial(collate, self.corpus, group, self.vocabulary) for group in cut[self.rank]]
 
 
 class Prefetcher(Generic[T]):

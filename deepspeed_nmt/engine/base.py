@@ -21,9 +21,14 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.engine.gathering import HostCopies, names_by_layer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's first and second moment, by torch's names."""
+WEIGHT = "weight"
+"""Name of a parameter's own values, beside those of its moments."""
+Wanted = tuple[str, str]
+"""A tensor of the training state: the name of a parameter, and WEIGHT or one of MOMENTS."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class ParameterState:
 
     Attributes:
         name: of the parameter in the model.
-        weight: the whole parameter, fp32, on the CPU.
-        moments: whole moments by the names in MOMENTS, fp32, on the CPU; empty before the first step.
+        weight: the whole parameter, fp32.
+        moments: whole moments by the names in MOMENTS, fp32; empty before the first step.
     """
 
     name: str
@@ -140,13 +145,40 @@ class Engine(ABC):
             batch: a micro-batch of the largest size.
         """
 
-    @abstractmethod
     def parameters(self) -> Iterator[ParameterState]:
-        """Yield each parameter's weight without moments. Collective: all ranks must iterate."""
+        """Yield each parameter's weight without moments, on any device; it may change with the next update.
+
+        Collective: all ranks must iterate. They gather the parameters of a layer together.
+        """
+        for names in names_by_layer(self.module.model):
+            yield from map(ParameterState, names, self._gather([(name, WEIGHT) for name in names]))
+
+    def state(self, copy: bool = True) -> Iterator[ParameterState]:
+        """Yield each parameter's weight and moments.
+
+        Collective: all ranks must iterate. They gather the state of a layer together.
+
+        Args:
+            copy: True to yield copies on the CPU; False on ranks that only take part, which need no host memory.
+        """
+        on_host = HostCopies(self.device) if copy else list
+        for names in names_by_layer(self.module.model):
+            wanted = [(name, which) for name in names for which in (WEIGHT, *self._moments_of(name))]
+            found = dict(zip(wanted, on_host(self._gather(wanted)), strict=True))
+            for name in names:
+                moments = {which: found[name, which] for which in self._moments_of(name)}
+                yield ParameterState(name, found[name, WEIGHT], moments)
 
     @abstractmethod
-    def state(self) -> Iterator[ParameterState]:
-        """Yield each parameter's weight and moments. Collective: all ranks must iterate."""
+    def _moments_of(self, name: str) -> Sequence[str]:
+        """Return the moments that a parameter has: MOMENTS, or none if it is frozen or before the first step."""
+
+    @abstractmethod
+    def _gather(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """Return whole tensors, fp32, by at most one collective in each group of ranks.
+
+        Collective: all ranks must call it.
+        """
 
     @abstractmethod
     def scalars(self) -> EngineScalars:

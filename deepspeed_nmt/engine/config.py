@@ -28,6 +28,11 @@ def _kernels(value: object) -> object:
     return value
 
 
+def _off(value: object) -> object:
+    """Read `off` as YAML does, for which it is false."""
+    return "off" if value is False else value
+
+
 KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
 Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,6 +75,11 @@ class EngineConfig(Config):
         default="auto",
         description="backends of fused operations: auto, torch, triton, apex, or operation=backend,... such as "
         "softmax=torch",
+    )
+    compile: Annotated[Literal["off", "layers"], BeforeValidator(_off)] = Field(
+        default="off",
+        description="layers: torch.compile each layer for training, which fuses operations instead of `kernels`; "
+        "takes up to minutes at the start, and suits the packed layout, which has few shapes",
     )
     attention: Literal["auto", "sdpa", "fused"] = Field(
         default="auto",

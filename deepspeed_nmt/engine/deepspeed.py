@@ -6,42 +6,51 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage3
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
     safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
+    set_z3_leaf_module,
 )
 from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.base import (
     MOMENTS,
+    WEIGHT,
     Engine,
     EngineScalars,
     OnMicroBatch,
-    ParameterState,
     SavedState,
     UpdateResult,
+    Wanted,
     add_sums,
     ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
+from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.engine.ds_config import zero_stage
-from deepspeed_nmt.parallel.tensor import ModelParallelUnit, gather, scatter, total_norm
+from deepspeed_nmt.engine.feed import on_device
+from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks, gather_over_data_ranks
+from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
+from deepspeed_nmt.parallel.tensor import ModelParallelUnit
 from deepspeed_nmt.parallel.world import World
 
 
@@ -84,12 +93,12 @@ class DeepSpeedEngine(Engine):
             for name, parameter in module.model.named_parameters()
             if not parameter.requires_grad
         }
+        bf16_optimizer.see_memory_usage = lambda *arguments, **options: None  # prints, whatever the level of the log
+        if self._stage == 3:
+            _fetch_by_layer(module.model)
+            _partition(module, ds_config, world)
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            config=ds_config,
-            dist_init_required=False,
-            mpu=ModelParallelUnit(world) if world.tensor_ranks > 1 else None,
+            model=module, optimizer=optimizer, config=ds_config, dist_init_required=False, mpu=_unit_of(world)
         )
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
@@ -141,12 +150,12 @@ class DeepSpeedEngine(Engine):
         scale = self._loss_scale()
         norm, skipped = 0.0, False
         culprits: tuple[str, ...] = ()
-        for index, batch in enumerate(micro_batches):
+        for index, batch in enumerate(on_device(micro_batches, self.device)):
             on_micro_batch(index)
             last = index == len(micro_batches) - 1
             self._engine.set_gradient_accumulation_boundary(last)
             seed_dropout(batch, self._world.data_rank)
-            output = self._engine(batch.to(self.device))
+            output = self._engine(batch)
             self._engine.backward(output.loss * factor)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
             if last and self._stage == 0:
@@ -169,24 +178,6 @@ class DeepSpeedEngine(Engine):
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
         return UpdateResult(sums, norm, skipped, scale, culprits if skipped else ())
-
-    @override
-    def parameters(self) -> Iterator[ParameterState]:
-        for name, parameter in self._named.items():
-            yield ParameterState(name, self._weight(name, parameter))
-
-    @override
-    def state(self) -> Iterator[ParameterState]:
-        for name, parameter in self._named.items():
-            moments = {}
-            if self._stepped and parameter.requires_grad:
-                for which in MOMENTS:
-                    if self._stage == 0:
-                        moment = self._zero.state[parameter][which]
-                    else:
-                        moment = safe_get_full_optimizer_state(parameter, which)
-                    moments[which] = self._whole(moment.detach().view(self._shape(parameter)), parameter)
-            yield ParameterState(name, self._weight(name, parameter), moments)
 
     @override
     def scalars(self) -> EngineScalars:
@@ -279,19 +270,88 @@ class DeepSpeedEngine(Engine):
 
     def _loss_scale(self) -> float:
         """Return the current factor on the loss."""
-        return 1.0 if self._stage == 0 else float(self._zero.loss_scale)
+        return float(getattr(self._zero, "loss_scale", 1.0))  # neither torch's nor DeepSpeed's bf16 optimizer has one
 
-    def _shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Return the shape of a parameter before ZeRO-3 partitioned it."""
-        return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+    @override
+    def _moments_of(self, name: str) -> Sequence[str]:
+        return MOMENTS if self._stepped and name not in self._frozen else ()
 
-    def _weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Return the whole fp32 weight of a parameter, on the CPU. Collective: all ranks must call it."""
-        if name in self._frozen:
-            return self._whole(self._frozen[name].to(self.device), parameter).clone()
-        whole = parameter if self._stage == 0 else safe_get_full_fp32_param(parameter)
-        return self._whole(whole.detach().view(self._shape(parameter)), parameter).clone()
+    @override
+    def _gather(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        trained = [each for each in wanted if each[0] not in self._frozen]
+        found = dict(zip(trained, self._unsharded(trained), strict=True))
+        tensors = [found[each] if each in found else self._frozen[each[0]] for each in wanted]
+        return gather(tensors, [self._named[name] for name, _ in wanted], self._world)
 
-    def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Gather a parameter or a moment of it over tensor-parallel ranks, as fp32 on the CPU."""
-        return gather(tensor, parameter, self._world).float().cpu()
+    @torch.no_grad()
+    def _unsharded(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """Return the fp32 weights or moments of trained parameters, by one collective over data-parallel ranks."""
+        parameters: list[Any] = [self._named[name] for name, _ in wanted]
+        keys = [None if which == WEIGHT else which for _, which in wanted]
+        if self._stage == 0:
+            return [
+                parameter.detach() if key is None else self._zero.state[parameter][key]
+                for parameter, key in zip(parameters, keys, strict=True)
+            ]
+        if not wanted:
+            return []
+        if self._stage == 3:
+            parts = [
+                safe_get_local_fp32_param(parameter)
+                if key is None
+                else safe_get_local_optimizer_state(parameter, key)
+                for parameter, key in zip(parameters, keys, strict=True)
+            ]
+            columns = torch.split(
+                gather_over_data_ranks(torch.cat(parts), self._world), [part.numel() for part in parts], dim=1
+            )
+            return [
+                column.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
+                for parameter, column in zip(parameters, columns, strict=True)
+            ]
+        # A rank's share begins and ends anywhere in the optimizer's flat tensor. A sum with zeros is exact.
+        flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=self.device)
+        wholes = torch.split(flat, [parameter.numel() for parameter in parameters])
+        for parameter, key, whole in zip(parameters, keys, wholes, strict=True):
+            mapping = parameter._hp_mapping  # ZeRO 1 and 2 record there which part this rank has
+            if mapping is not None:
+                share = mapping.lp_fragment_address
+                whole.narrow(0, share.start, share.numel).copy_(mapping.get_hp_fragment(key))
+        all_reduce_over_data_ranks(flat, self._world)
+        return [whole.view(parameter.shape) for parameter, whole in zip(parameters, wholes, strict=True)]
+
+
+def _unit_of(world: World) -> ModelParallelUnit | None:
+    """Return the grid of ranks as DeepSpeed reads it; None if it has only data-parallel ranks."""
+    return ModelParallelUnit(world) if world.tensor_ranks > 1 else None
+
+
+def _partition(module: TrainModule, ds_config: dict[str, Any], world: World) -> None:
+    """Round and partition a model for ZeRO-3, one parameter after another.
+
+    ``deepspeed.initialize`` would first move the whole model to the GPU.
+    """
+    dtype = next((dtype for kind, dtype in DTYPES.items() if ds_config.get(kind, {}).get("enabled")), torch.float32)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    deepspeed.init_distributed(dist_init_required=False)
+    deepspeed.zero.Init(
+        module=module,
+        data_parallel_group=world.data_group,
+        config_dict_or_path=ds_config,
+        dtype=dtype,
+        mpu=_unit_of(world),
+    )
+    module.to(world.device)  # buffers
+
+
+def _fetch_by_layer(model: TranslationModel) -> None:
+    """Make ZeRO-3 fetch and release the parameters of a layer together: one all-gather, and hooks on layers alone.
+
+    Modules inside a layer may then use each other's parameters.
+    """
+    for layer in model.all_layers():
+        set_z3_leaf_module(layer, True)
+    # DeepSpeed would reduce a leaf's gradients when its input has one: of a layer that is applied several times too
+    # early, of a layer whose input needs none before there are any. Each parameter keeps its own hook.
+    stage3.z3_leaf_parameter = lambda parameter: False

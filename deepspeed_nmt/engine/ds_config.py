@@ -171,6 +171,11 @@ def complete_ds_config(
         )
     if problems:
         raise ConfigError(problems)
+    # Otherwise the gradients of an update's micro-batches are added in 16 bit.
+    result["data_types"] = {"grad_accum_dtype": "fp32", **content.get("data_types", {})}
+    if ranks == 1 and "zero_optimization" in content:
+        # There is nothing to overlap, and DeepSpeed would wait for the device in each backward pass.
+        result["zero_optimization"]["overlap_comm"] = False
     result.setdefault("steps_per_print", 10**9)
     # The engine passes torch's Adam, also if the optimizer is offloaded to the CPU.
     result["zero_force_ds_cpu_optimizer"] = False

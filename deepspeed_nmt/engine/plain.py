@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +17,27 @@ from deepspeed_nmt.engine.base import (
     EngineScalars,
     LossScale,
     OnMicroBatch,
-    ParameterState,
     SavedState,
     UpdateResult,
+    Wanted,
     add_sums,
     ignore_micro_batch,
     not_finite,
     seed_dropout,
 )
 from deepspeed_nmt.engine.config import DTYPES, Precision
+from deepspeed_nmt.engine.feed import on_device
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
-from deepspeed_nmt.parallel.tensor import gather, scatter, total_norm
+from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
 
 
 class PlainEngine(Engine):
-    """Engine with fp32 weights and Adam state on every rank; 16-bit precisions by autocast.
+    """Engine with the whole model and its Adam state on every rank.
+
+    In 16-bit precision the model has 16-bit weights. The optimizer has fp32 copies of them, the *masters*, and fp32
+    gradients, to which each micro-batch adds its own. After a step the weights are the rounded masters. In fp32 the
+    weights are their own masters.
 
     Args:
         module: model and objective with their weights loaded; moved to the device of ``world``.
@@ -58,6 +62,9 @@ class PlainEngine(Engine):
         self._precision = precision
         self._world = world
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        # Frozen weights are saved from these copies; the model's are rounded.
+        self._frozen: dict[str, Tensor] = {}
+        self._masters = self._named if precision == "fp32" else self._narrow(DTYPES[precision])
         self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
 
     @override
@@ -71,7 +78,7 @@ class PlainEngine(Engine):
     ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
-        for index, batch in enumerate(micro_batches):
+        for index, batch in enumerate(on_device(micro_batches, self.device)):
             on_micro_batch(index)
             output = self._backward(batch, scale / target_tokens)
             add_sums(sums, {"loss": output.loss, "nll": output.nll, **output.metrics})
@@ -88,7 +95,7 @@ class PlainEngine(Engine):
                 torch._foreach_mul_(gradients, factor / scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            self._step()
         self._optimizer.zero_grad(set_to_none=True)
         self._scale.record(overflow=skipped)
         return UpdateResult(sums, norm, skipped, scale, culprits)
@@ -96,21 +103,9 @@ class PlainEngine(Engine):
     @override
     def probe(self, batch: Batch) -> None:
         self._empty_step()  # allocates Adam's moments, and gradients as of earlier micro-batches
-        self._backward(batch, 0.0)
+        self._backward(batch.to(self.device), 0.0)
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
-
-    @override
-    def parameters(self) -> Iterator[ParameterState]:
-        for name, parameter in self.module.model.named_parameters():
-            yield ParameterState(name, self._whole(parameter.detach(), parameter))
-
-    @override
-    def state(self) -> Iterator[ParameterState]:
-        for name, parameter in self.module.model.named_parameters():
-            state = self._optimizer.state.get(parameter, {})
-            moments = {which: self._whole(state[which], parameter) for which in MOMENTS if which in state}
-            yield ParameterState(name, self._whole(parameter.detach(), parameter), moments)
 
     @override
     def scalars(self) -> EngineScalars:
@@ -122,45 +117,86 @@ class PlainEngine(Engine):
         self._empty_step()
         self._optimizer.zero_grad(set_to_none=True)
         for name, parameter in self._named.items():
-            state = self._optimizer.state[parameter]
+            state = self._optimizer.state[self._masters[name]]
             for which in MOMENTS:
                 state[which].copy_(scatter(saved.moment(name, which), parameter))
             state["step"].fill_(scalars.optimizer_step)
         if self._precision == "fp16":
             self._scale.value, self._scale.good_updates = scalars.loss_scale, scalars.good_updates
 
+    def _narrow(self, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        """Round the model's weights to ``dtype``, give the optimizer their masters, and return those by name."""
+        masters: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in self.module.model.named_parameters():
+            if parameter.requires_grad:
+                masters[parameter] = nn.Parameter(parameter.detach())
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _add_gradient_to(masters[parameter])
+                )
+            else:
+                self._frozen[name] = parameter.detach().cpu()
+        for group in self._optimizer.param_groups:
+            group["params"] = [masters[parameter] for parameter in group["params"]]
+        self.module.to(dtype)  # the masters keep the fp32 tensors
+        return {name: masters[parameter] for name, parameter in self._named.items()}
+
     def _backward(self, batch: Batch, factor: float) -> LossOutput:
-        """Run a micro-batch and accumulate the gradient of ``factor`` times its loss."""
+        """Run a micro-batch on the device and accumulate the gradient of ``factor`` times its loss."""
         self.module.train()
         seed_dropout(batch, self._world.data_rank)
-        with self._autocast():
-            output: LossOutput = self.module(batch.to(self.device))
+        output: LossOutput = self.module(batch)
         (output.loss * factor).backward()  # type: ignore[no-untyped-call]
         return output
 
+    def _step(self) -> None:
+        """Take a step of the optimizer, and round the new masters to the model's weights."""
+        self._optimizer.step()
+        if self._masters is not self._named:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._named.values()), list(self._masters.values()))
+
     def _empty_step(self) -> None:
         """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""
-        for parameter in self._named.values():
-            parameter.grad = torch.zeros_like(parameter)
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._optimizer.step()
 
-    def _whole(self, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Gather a parameter or a moment of it over tensor-parallel ranks, as fp32 on the CPU."""
-        return gather(tensor, parameter, self._world).float().cpu()
+    @override
+    def _moments_of(self, name: str) -> Sequence[str]:
+        return MOMENTS if self._masters.get(name) in self._optimizer.state else ()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the forward pass has the engine's precision."""
-        if self._precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self._precision])
+    @override
+    def _gather(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        parameters = dict(self.module.model.named_parameters())
+        tensors = [
+            self._optimizer.state[self._masters[name]][which]
+            if which in MOMENTS
+            else self._frozen.get(name, self._masters.get(name, parameters[name])).detach()
+            for name, which in wanted
+        ]
+        return gather(tensors, [parameters[name] for name, _ in wanted], self._world)
 
     def _gradients(self) -> list[Tensor]:
-        """Return every parameter's gradient: zero, not None, if the update did not use it, so that moments decay."""
+        """Return every master's gradient: zero, not None, if the update did not use it, so that moments decay."""
         gradients = []
-        for parameter in self._named.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
+        for master in self._masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            gradients.append(master.grad)
         return gradients
+
+
+def _add_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """Return a hook that adds a weight's new gradient to that of its master, and frees it."""
+
+    def add(weight: Tensor) -> None:
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.to(master.dtype)
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None
+
+    return add

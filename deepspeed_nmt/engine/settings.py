@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.engine.config import EngineConfig, Precision, uses_deepspeed
+from deepspeed_nmt.engine.config import DTYPES, EngineConfig, Precision, uses_deepspeed
 from deepspeed_nmt.engine.ds_config import (
     complete_ds_config,
     load_ds_config,
@@ -44,6 +44,11 @@ def native_precision(device: torch.device) -> Precision:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def validation_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """Return the dtype of validation: that of training on a GPU, fp32 on a CPU."""
+    return DTYPES[precision] if device.type == "cuda" else torch.float32
 
 
 def resolve_engine(config: EngineConfig, clip_norm: float, world: World) -> EngineSettings:

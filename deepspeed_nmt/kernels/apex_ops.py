@@ -21,8 +21,7 @@ _LONGEST = 2048
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise over the last dimension."""
     fused = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-    with torch.autocast(x.device.type, enabled=False):  # which would narrow apex's result, but not torch's
-        normed: Tensor = fused(x, weight.to(x.dtype), bias.to(x.dtype), tuple(weight.shape), eps)
+    normed: Tensor = fused(x, weight, bias, tuple(weight.shape), eps)
     return normed
 
 

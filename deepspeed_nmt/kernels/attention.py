@@ -26,11 +26,19 @@ def sdpa(
     Arguments and shapes are those of :meth:`deepspeed_nmt.kernels.choice.Kernels.attention`.
     """
     if q_BHTK.device.type == "meta":
-        planned: Tensor = _PlannedAttention.apply(q_BHTK, k_BHSK, v_BHSK)  # type: ignore[no-untyped-call]
-        return planned
+        return planned_attention(q_BHTK, k_BHSK, v_BHSK, k_BHSK.shape[2])
     return F.scaled_dot_product_attention(
         q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
     )
+
+
+def planned_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, seen: int) -> Tensor:
+    """Do the work and keep the memory of a fused kernel on the meta device, if each query sees ``seen`` keys.
+
+    Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K)
+    """
+    out: Tensor = _PlannedAttention.apply(q_BHTK, k_BHSK, v_BHSK, seen)  # type: ignore[no-untyped-call]
+    return out
 
 
 def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> bool:
@@ -79,24 +87,25 @@ class _PlannedAttention(torch.autograd.Function):
     """Stand-in on the meta device for a fused attention kernel: keeps and multiplies as much as it does on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, seen: int) -> Tensor:
         batch, heads, length, width = q_BHTK.shape
         # In the layout (B,T,H,K), as the kernels return it, so that joining the heads copies nothing.
         out_BTHK = q_BHTK.new_empty(batch, length, heads, width)
         log_sums_BHT = q_BHTK.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(q_BHTK, k_BHSK, v_BHSK, out_BTHK, log_sums_BHT)
-        _multiply(q_BHTK, k_BHSK, times=2)
+        ctx.seen = seen
+        _multiply(q_BHTK, seen, times=2)
         return out_BTHK.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BHTK, k_BHSK, v_BHSK, _, _ = ctx.saved_tensors
-        _multiply(q_BHTK, k_BHSK, times=4)
-        return torch.empty_like(q_BHTK), torch.empty_like(k_BHSK), torch.empty_like(v_BHSK)
+        _multiply(q_BHTK, ctx.seen, times=4)
+        return torch.empty_like(q_BHTK), torch.empty_like(k_BHSK), torch.empty_like(v_BHSK), None
 
 
-def _multiply(q_BHTK: Tensor, k_BHSK: Tensor, times: int) -> None:
+def _multiply(q_BHTK: Tensor, seen: int, times: int) -> None:
     """Do the work of this many products like q k^T without their memory: a fused kernel never holds all weights."""
-    terms = times * q_BHTK.numel() * k_BHSK.shape[2]
+    terms = times * q_BHTK.numel() * seen
     one = q_BHTK.detach().new_empty(())
     torch.mm(one.expand(1, terms), one.expand(terms, 1))

@@ -140,7 +140,7 @@ def failure(operation: str, name: str, device: torch.device, dtype: torch.dtype)
         except Exception as problem:  # of a compiler, a driver or an extension; torch works without them
             return problem
 
-    # Grad mode, autocast and recomputation's hooks for saved tensors are per thread: a new thread has none of them.
+    # Grad mode and recomputation's hooks for saved tensors are per thread: a new thread has none of them.
     with ThreadPoolExecutor(1) as pool:
         error = pool.submit(try_out).result()
     if isinstance(error, Exception):

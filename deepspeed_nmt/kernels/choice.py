@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.kernels import backends
-from deepspeed_nmt.kernels.attention import AttentionChoice, attention_with_weights, sdpa, sdpa_is_fused
+from deepspeed_nmt.kernels import backends, torch_ops
+from deepspeed_nmt.kernels.attention import (
+    AttentionChoice,
+    attention_with_weights,
+    planned_attention,
+    sdpa,
+    sdpa_is_fused,
+)
 from deepspeed_nmt.kernels.backends import BACKENDS, OPERATIONS, Capability, Choices, parse_setting
+from deepspeed_nmt.kernels.segments import Mask, SegmentPair, attention_by_rows, attention_by_varlen, has_varlen
 
 ENVIRONMENT = "DEEPSPEED_NMT_KERNELS"
 """Environment variable with the syntax, and priority over the value, of the setting ``engine.kernels``."""
@@ -133,11 +141,19 @@ class Kernels:
 
     def takes_bias(self, operation: str, x: Tensor) -> bool:
         """Return True if an operation adds a bias in its own kernel, so the matrix product of ``x`` need not."""
-        kind = x.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-        return self.backend(operation, x, torch.get_autocast_dtype(kind) if autocast else None) != "torch"
+        return self.backend(operation, x) != "torch"
+
+    def joins_products(self, x: Tensor) -> bool:
+        """Return True if several matrix products of ``x`` are to be computed as one, by a copy of all weights.
+
+        On a GPU the copies are as many launches as they save, but the backward pass has half as many: one product for
+        the gradient of all weights, one for that of ``x``, and no sums. On a CPU that gains nothing.
+        """
+        return torch.is_grad_enabled() and self.device_type(x) != "cpu"
 
     def _choice(self, operation: str, x: Tensor, dtype: torch.dtype | None) -> tuple[str, Callable[..., Any]]:
+        if torch.compiler.is_compiling():  # the compiler fuses torch's operations itself
+            return "torch", getattr(torch_ops, operation)
         key = (operation, x.device.type, dtype or x.dtype)
         choice = self._chosen.get(key)
         if choice is None:
@@ -203,14 +219,16 @@ class Kernels:
         training: bool,
         alpha: float,
         eps: float,
-    ) -> Tensor:
-        """Compute layer_norm(alpha residual + dropout(x + bias)).
+    ) -> tuple[Tensor, Tensor]:
+        """Compute alpha residual + dropout(x + bias), and its LayerNorm.
 
-        Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D)
+        Shape: (..., D), (D,), (..., D), (D,), (D,) -> (..., D), (..., D)
         """
         carry_out = self.implementation("bias_dropout_add_layer_norm", x)
-        normed: Tensor = carry_out(x, bias, residual, weight, norm_bias, p if training else 0.0, alpha, eps)
-        return normed
+        found: tuple[Tensor, Tensor] = carry_out(
+            x, bias, residual, weight, norm_bias, p if training else 0.0, alpha, eps
+        )
+        return found
 
     def bias_relu_dropout(self, x: Tensor, bias: Tensor | None, p: float, training: bool) -> Tensor:
         """Compute dropout(max(0, x + bias)). Shape: (..., D), (D,) -> (..., D)."""
@@ -247,7 +265,7 @@ class Kernels:
         q_BHTK: Tensor,
         k_BHSK: Tensor,
         v_BHSK: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         causal: bool = False,
         dropout_p: float = 0.0,
     ) -> Tensor:
@@ -258,12 +276,18 @@ class Kernels:
             k_BHSK: keys.
             v_BHSK: values.
             mask: bool, broadcastable to (B, H, T, S), True where a query sees a key; a query that sees none gets
-                zeros.
-            causal: query t sees keys 0..t only (T = S). Excludes ``mask``.
+                zeros. Or the sentences in which queries see keys.
+            causal: query t sees keys 0..t only (T = S), of its sentence. Excludes a mask that is a tensor.
             dropout_p: probability of dropping an attention weight; pass 0 when not training.
 
         Shape: (B,H,T,K), (B,H,S,K), (B,H,S,K) -> (B,H,T,K)
         """
+        if isinstance(mask, SegmentPair):
+            if q_BHTK.device.type == "meta":
+                return planned_attention(q_BHTK, k_BHSK, v_BHSK, mask.keys.longest)
+            if self._attention != "fused" and has_varlen(q_BHTK, dropout_p):
+                return attention_by_varlen(q_BHTK, k_BHSK, v_BHSK, mask, causal)
+            return _by_rows(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p, self.attention)
         assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
         arguments = (q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
         if self._takes_sdpa(*arguments):
@@ -293,5 +317,7 @@ def _refuse(operation: str, name: str, reason: str | None) -> None:
         )
 
 
+_by_rows = _disable_dynamo(attention_by_rows)  # torch.compiler.disable would import the compiler, which takes seconds
+"""Not compiled, because its shapes differ from one micro-batch to the next."""
 DEFAULT = Kernels()
 """Automatic choices: the kernels of modules to which no others are given."""

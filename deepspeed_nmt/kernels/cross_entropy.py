@@ -141,7 +141,6 @@ def _in_chunks(
     """Compute the three results and, if requested, the gradients of the first."""
     targets_N, smoothing, ignore_index, divergence_weight, row_weights_N, vocabulary, kernels = options
     of_weight, of_bias = (with_gradient and x is not None and x.requires_grad for x in (weight_VD, bias_V))
-    states, weight_VD, bias_V = _narrowed(states, weight_VD, bias_V)
     rows, held = states[0].shape[0], weight_VD.shape[0]
     start_token, size = (0, held) if vocabulary is None else (vocabulary.start, vocabulary.size)
     accumulate = torch.promote_types(states[0].dtype, torch.float32)
@@ -186,30 +185,19 @@ def _in_chunks(
     return (loss + divergence_weight * divergence, nll_N, divergence), _Gradients(d_states, d_weight, d_bias)
 
 
-def _narrowed(
-    states: Sequence[Tensor], weight_VD: Tensor, bias_V: Tensor | None
-) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
-    """Convert to the dtype in which autocast multiplies matrices: once, not for every chunk."""
-    kind = weight_VD.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return states, weight_VD, bias_V
-    dtype = torch.get_autocast_dtype(kind)
-    return [x.to(dtype) for x in states], weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
-
-
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, bias_V: Tensor | None, options: _Options, *states: Tensor) -> _Sums:
         sums, found = _in_chunks(states, weight_VD, bias_V, options, with_gradient=True)
         ctx.save_for_backward(found.weight, found.bias, *found.states)
-        ctx.dtypes = weight_VD.dtype, states[0].dtype
+        ctx.dtype = weight_VD.dtype
         ctx.mark_non_differentiable(*sums[1:])
         return sums
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_weight, d_bias, *d_states = ctx.saved_tensors
-        scale, (output_dtype, dtype) = gradients[0], ctx.dtypes
-        # Scaled before they are narrowed: fp16's loss scale brings them into its range.
-        d_output = [None if x is None else (x * scale).to(output_dtype) for x in (d_weight, d_bias)]
-        return *d_output, None, *(x.to(dtype) * scale.to(dtype) for x in d_states)
+        # Scaled in fp32 and then rounded, because fp16's loss scale brings them into its range.
+        scale = gradients[0].reshape(1)  # a scalar would be rounded to the dtype of what it scales
+        d_output = [None if x is None else (x * scale).to(ctx.dtype) for x in (d_weight, d_bias)]
+        return *d_output, None, *((x * scale).to(x.dtype) for x in d_states)

@@ -38,9 +38,10 @@ def bias_dropout_add_layer_norm(
     p: float,
     alpha: float,
     eps: float,
-) -> Tensor:
-    """Compute layer_norm(alpha residual + dropout(x + bias))."""
-    return layer_norm(bias_dropout_add(x, bias, residual, p, alpha), weight, norm_bias, eps)
+) -> tuple[Tensor, Tensor]:
+    """Compute alpha residual + dropout(x + bias), and its LayerNorm."""
+    total = bias_dropout_add(x, bias, residual, p, alpha)
+    return total, layer_norm(total, weight, norm_bias, eps)
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
@@ -57,8 +58,8 @@ def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias in the dtype of ``x``, which under autocast is the narrower one."""
-    return x if bias is None else x + bias.to(x.dtype)
+    """Add the bias, if there is one."""
+    return x if bias is None else x + bias
 
 
 def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -74,7 +75,7 @@ def softmax(scores_BHTS: Tensor, mask: Tensor | None, causal: bool, scale: float
     hidden = torch.zeros(mask.shape, dtype=scores_BHTS.dtype, device=mask.device).masked_fill_(~mask, lowest)
     weights_BHTS = torch.softmax(torch.add(hidden, scores_BHTS, alpha=scale), dim=-1)
     sees = mask.any(dim=-1, keepdim=True)
-    if sees.device.type == "cpu" and bool(sees.all()):
+    if sees.device.type == "cpu" and not torch.compiler.is_compiling() and bool(sees.all()):
         return weights_BHTS
     return weights_BHTS * sees.to(weights_BHTS.dtype)
 
@@ -90,11 +91,11 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def _has_fast_dropout(x: Tensor) -> bool:
-    """Return True if torch's dropout is fast on the device of ``x``.
+    """Return True if torch's dropout is fast on the device of ``x``, as it is wherever it is compiled.
 
     On the meta device ours keeps as much memory as on a CPU.
     """
-    return x.device.type not in ("cpu", "meta")
+    return x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling()
 
 
 def _mask(x: Tensor, p: float) -> Tensor:

@@ -71,8 +71,9 @@ def _outcome(operation: str, function: Function, arguments: Arguments, dtype: to
     inputs = [x.to(dtype, copy=True) if _has_gradient(x) else x for x in arguments]
     leaves = [x.requires_grad_() for x in inputs if _has_gradient(x)]
     result = function(*inputs)
-    upstream = torch.linspace(-1.0, 1.0, result.numel(), device=result.device).view_as(result).to(result.dtype)
-    return [result.detach(), *torch.autograd.grad(result, leaves, upstream)]
+    results = result if isinstance(result, tuple) else (result,)
+    upstream = [torch.linspace(-1.0, 1.0, x.numel(), device=x.device).view_as(x).to(x.dtype) for x in results]
+    return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, upstream)]
 
 
 def _has_gradient(x: Any) -> bool:

@@ -99,6 +99,14 @@ def pointwise_backward(
         tl.store(d_bias + program * width + column, shift_sum, mask=inside)
 
 
+@triton.jit
+def row_of_uniforms(seed, row, BLOCK: tl.constexpr):
+    """Draw a number in [0, 1) for each column of a row, four at a time."""
+    quarter = tl.arange(0, BLOCK // 4)
+    u0, u1, u2, u3 = tl.rand4x(seed, row * (BLOCK // 4) + quarter)
+    return tl.interleave(tl.interleave(u0, u2), tl.interleave(u1, u3))
+
+
 @triton.jit(do_not_specialize=["rows", "count", "alpha", "p", "seed", "eps"])
 def norm_forward(
     x, bias, residual, weight, norm_bias, total, normed, means, inverse_deviations,
@@ -120,7 +128,7 @@ def norm_forward(
         if HAS_BIAS:
             value += shift
         if DROPOUT:
-            value = tl.where(tl.rand(seed, at) >= p, value / (1.0 - p), 0.0)
+            value = tl.where(row_of_uniforms(seed, row, BLOCK) >= p, value / (1.0 - p), 0.0)
         if HAS_RESIDUAL:
             value += alpha * tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
             # Rounded to the dtype in which it is kept, so that the backward pass reads the same value.
@@ -136,9 +144,10 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["rows", "count", "alpha", "p", "seed"])
 def norm_backward(
-    d_normed, total, weight, means, inverse_deviations, d_x, d_residual, d_bias, d_weight, d_norm_bias,
+    d_total, d_normed, total, weight, means, inverse_deviations, d_x, d_residual, d_weight, d_norm_bias, d_bias,
     rows, width, count, alpha, p, seed,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_D_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of `norm_forward`; those of parameters as one row of partial sums for each program."""
     column = tl.arange(0, BLOCK)
@@ -162,10 +171,12 @@ def norm_backward(
         along = tl.sum(pulled * standard, axis=0) / width
         level = tl.sum(pulled, axis=0) / width
         gradient = (pulled - standard * along - level) * inverse
+        if HAS_D_TOTAL:
+            gradient += tl.load(d_total + at, mask=there, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             tl.store(d_residual + at, alpha * gradient, mask=there)
         if DROPOUT:
-            gradient = tl.where(tl.rand(seed, at) >= p, gradient / (1.0 - p), 0.0)
+            gradient = tl.where(row_of_uniforms(seed, row, BLOCK) >= p, gradient / (1.0 - p), 0.0)
         tl.store(d_x + at, gradient, mask=there)
         if HAS_BIAS:
             shift_sum += tl.where(there, gradient, 0.0)
@@ -174,6 +185,20 @@ def norm_backward(
         tl.store(d_bias + partial, shift_sum, mask=inside)
     tl.store(d_weight + partial, weight_sum, mask=inside)
     tl.store(d_norm_bias + partial, norm_bias_sum, mask=inside)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def column_sums(partial, sums, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up the rows that programs have written for the gradient of each parameter."""
+    parameter = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = (parameter * programs + row)[:, None] * width + column[None, :]
+        total += tl.load(partial + at, mask=(row < programs)[:, None] & inside[None, :], other=0.0)
+    tl.store(sums + parameter * width + column, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "stride_b", "stride_h", "stride_t", "scale"])

@@ -7,6 +7,7 @@ hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ _PROGRAMS = 4 if interpreting() else 512
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalise over the last dimension."""
-    normed: Tensor = _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps)  # type: ignore[no-untyped-call]
-    return normed
+    return _Norm.apply(x, None, None, weight, bias, 0.0, 1.0, eps)[1]  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, alpha: float) -> Tensor:
@@ -45,11 +45,10 @@ def bias_dropout_add_layer_norm(
     p: float,
     alpha: float,
     eps: float,
-) -> Tensor:
-    """Compute layer_norm(alpha residual + dropout(x + bias))."""
+) -> tuple[Tensor, Tensor]:
+    """Compute alpha residual + dropout(x + bias), and its LayerNorm."""
     arguments = (x, bias, residual, weight, norm_bias, p, alpha, eps)
-    normed: Tensor = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]
-    return normed
+    return _Norm.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def bias_relu_dropout(x: Tensor, bias: Tensor | None, p: float) -> Tensor:
@@ -151,17 +150,21 @@ class _Pointwise(torch.autograd.Function):
         x_dtype, residual_dtype = ctx.dtypes
         width, rows = _sizes(d_y)
         d_x = torch.empty_like(d_y, dtype=x_dtype)
-        d_residual = None if residual_dtype is None else torch.empty_like(d_y, dtype=residual_dtype)
+        # An unscaled residual has the gradient of the sum, which is not copied.
+        is_same = residual_dtype == d_y.dtype and ctx.numbers[0] == 1.0
+        scaled = None if residual_dtype is None or is_same else torch.empty_like(d_y, dtype=residual_dtype)
+        flags = {**ctx.flags, "HAS_RESIDUAL": scaled is not None}
         programs, groups = _division(triton.cdiv(rows, 4))
-        d_bias = None if bias is None else _partial(programs, width, d_y)
-        grid = (programs, triton.cdiv(width, ctx.flags["BLOCK"]))
-        tensors = (d_y, kept, bias, d_x, d_residual, d_bias)
-        _launch(kernels.pointwise_backward, grid, *tensors, rows, width, groups, *ctx.numbers, **ctx.flags)
-        return d_x, None if bias is None else _summed(d_bias, bias.dtype), d_residual, None, None, None
+        partial = None if bias is None else _partial(1, programs, width, d_y)
+        grid = (programs, triton.cdiv(width, flags["BLOCK"]))
+        tensors = (d_y, kept, bias, d_x, scaled, partial)
+        _launch(kernels.pointwise_backward, grid, *tensors, rows, width, groups, *ctx.numbers, **flags)
+        d_bias = None if partial is None else _summed(partial, [bias.dtype])[0]
+        return d_x, d_bias, d_y if is_same else scaled, None, None, None
 
 
 class _Norm(torch.autograd.Function):
-    """LayerNorm of alpha residual + dropout(x + bias), or of x if there is no residual."""
+    """alpha residual + dropout(x + bias) and its LayerNorm; without a residual, None and the LayerNorm of x."""
 
     @staticmethod
     def forward(
@@ -174,7 +177,7 @@ class _Norm(torch.autograd.Function):
         p: float,
         alpha: float,
         eps: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor | None, Tensor]:
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         width, rows = _sizes(x)
         total = x if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
@@ -192,25 +195,32 @@ class _Norm(torch.autograd.Function):
         tensors = (x, bias, residual, weight, norm_bias, total, normed, *statistics_2N)
         _launch(kernels.norm_forward, (programs,), *tensors, rows, width, count, alpha, p, seed, eps, **flags)
         ctx.save_for_backward(total, weight, statistics_2N)
+        ctx.set_materialize_grads(False)  # A sum that only the norm uses has no gradient of its own.
         ctx.numbers, ctx.flags = (alpha, p, seed), flags
-        ctx.dtypes = [None if each is None else each.dtype for each in (x, bias, residual, weight, norm_bias)]
-        return normed
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, weight, norm_bias, bias)]
+        return None if residual is None else total, normed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_normed = gradients[0].contiguous()
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, statistics_2N = ctx.saved_tensors
-        x_dtype, bias_dtype, residual_dtype, weight_dtype, norm_bias_dtype = ctx.dtypes
-        width, rows = _sizes(d_normed)
-        d_x = torch.empty_like(d_normed, dtype=x_dtype)
-        d_residual = None if residual_dtype is None else torch.empty_like(d_normed, dtype=residual_dtype)
+        d_total, d_normed = (None if each is None else each.contiguous() for each in gradients)
+        if d_normed is None:
+            d_normed = torch.zeros_like(total)
+        x_dtype, residual_dtype, weight_dtype, norm_bias_dtype, bias_dtype = ctx.dtypes
+        parameter_dtypes = [each for each in (weight_dtype, norm_bias_dtype, bias_dtype) if each is not None]
+        width, rows = _sizes(total)
+        d_x = torch.empty_like(total, dtype=x_dtype)
+        d_residual = None if residual_dtype is None else torch.empty_like(total, dtype=residual_dtype)
         programs, count = _division(rows)
-        wanted = (bias_dtype, weight_dtype, norm_bias_dtype)
-        partial = [None if dtype is None else _partial(programs, width, d_normed) for dtype in wanted]
-        tensors = (d_normed, total, weight, *statistics_2N, d_x, d_residual, *partial)
-        _launch(kernels.norm_backward, (programs,), *tensors, rows, width, count, *ctx.numbers, **ctx.flags)
-        d_bias, d_weight, d_norm_bias = (_summed(part, dtype) for part, dtype in zip(partial, wanted, strict=True))
-        return d_x, d_bias, d_residual, d_weight, d_norm_bias, None, None, None
+        partial = _partial(len(parameter_dtypes), programs, width, total)
+        tensors = (d_total, d_normed, total, weight, *statistics_2N, d_x, d_residual, *partial)
+        if bias_dtype is None:
+            tensors += (None,)
+        # Four elements per thread: with eight, its registers do not suffice.
+        flags = {**ctx.flags, "HAS_D_TOTAL": d_total is not None, "num_warps": _warps(2 * ctx.flags["BLOCK"])}
+        _launch(kernels.norm_backward, (programs,), *tensors, rows, width, count, *ctx.numbers, **flags)
+        d_weight, d_norm_bias, *d_bias = _summed(partial, parameter_dtypes)
+        return d_x, d_bias[0] if d_bias else None, d_residual, d_weight, d_norm_bias, None, None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -272,12 +282,20 @@ def _division(rows: int) -> tuple[int, int]:
     return triton.cdiv(rows, each), each
 
 
-def _partial(programs: int, width: int, like: Tensor) -> Tensor:
-    return torch.empty(programs, width, dtype=torch.float32, device=like.device)
+def _partial(parameters: int, programs: int, width: int, like: Tensor) -> Tensor:
+    """Allocate the partial sums that programs write of the gradients of some parameters of one width."""
+    return torch.empty(parameters, programs, width, dtype=torch.float32, device=like.device)
 
 
-def _summed(partial: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return None if partial is None else partial.sum(0).to(dtype)
+def _summed(partial: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Add up the partial sums of each parameter, in its dtype. Shape: (parameters, programs, D) -> (D,) each."""
+    parameters, programs, width = partial.shape
+    common = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
+    sums = torch.empty(parameters, width, dtype=common, device=partial.device)
+    block = min(32, _power_of_two(width))
+    grid = (triton.cdiv(width, block), parameters)
+    _launch(kernels.column_sums, grid, partial, sums, programs, width, ROWS=64, BLOCK=block)
+    return [each.to(dtype) for each, dtype in zip(sums, dtypes, strict=True)]
 
 
 def _power_of_two(size: int) -> int:
@@ -285,8 +303,9 @@ def _power_of_two(size: int) -> int:
 
 
 def _block(width: int) -> int:
+    """Return the elements that a program holds of a row; four or more, because it draws four numbers at a time."""
     assert width <= _WIDEST, f"rows of up to {_WIDEST} elements fit a program, but these have {width}"
-    return _power_of_two(max(1, width))
+    return _power_of_two(max(4, width))
 
 
 def _warps(block: int) -> int:

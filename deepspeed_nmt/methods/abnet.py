@@ -40,6 +40,7 @@ positions to predict, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -53,6 +54,7 @@ from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_WIDTH, Parts
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.bert import parts
 from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair
 from deepspeed_nmt.methods.bert.weights import Loader
@@ -247,8 +249,15 @@ class AbNet(TranslationModel):
         return [self.encoder], [self.decoder]
 
     @override
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask, embedded_BSD = self.source_mask(source_BS, padded), self.source_embedding(source_BS)
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
+        mask, embedded_BSD = self.source_mask(source_BS, padded, segments), self.source_embedding(source_BS)
+        assert not isinstance(mask, Segments), "settings refuse the packed layout"
         if self.length_token is None:
             (states_BSD,) = self.encoder(embedded_BSD, Context(mask=mask))
             return Memory(states_BSD, mask)
@@ -263,11 +272,12 @@ class AbNet(TranslationModel):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
         """Compute the states of [CLS] y [SEP] with masked tokens, bidirectionally. Shape: (B,T) -> (B,T,D)."""
         seen_BT = target_input_BT.ne(self.pad)
         seen_BT[:, 0] = True
-        context = Context(memory.mask, memory.states_BSD, draw, target_mask=seen_BT[:, None, None, :])
+        context = replace(memory.context(draw), target_mask=seen_BT[:, None, None, :])
         states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context)
         return states
 

@@ -71,7 +71,7 @@ class ALD:
         def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
             real_BT = batch.target_mask
             whole_BD, fuller_BD, emptier_BD = (
-                sentence_states(states[number][TOP], real_BT) for number in (0, fuller, emptier)
+                sentence_states(batch.target_rows(states[number][TOP]), real_BT) for number in (0, fuller, emptier)
             )
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
             # The engine divides by the tokens of the update; this factor makes it a mean over sentences.
@@ -81,25 +81,24 @@ class ALD:
         return contrast
 
     def mask(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Replace tokens of the source by UNK, and return X+ and X-.
+        """Replace tokens of the source by UNK, and return X+ and X-, in the layout of the batch.
 
         Shape: -> (B,S), (B,S)
         """
-        source_BS = batch.source_BS
+        source_BS = batch.source_rows()
         ids_B, seed, update = batch.sentence_ids_B, batch.update.seed, batch.update.number
         gamma_B = self.p_ald * uniforms(ids_B, 1, seed, Purpose.MASK_RATIO, update).squeeze(1)
         draws_BS = uniforms(ids_B, source_BS.shape[1], seed, Purpose.MASKED_TOKENS, update)
-        specials = torch.tensor(
-            [self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos], device=source_BS.device
-        )
-        words_BS = torch.isin(source_BS, specials, invert=True)
+        pad, bos, eos = self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos
+        # A tensor of the three would be copied to the device, and the copy waited for.
+        words_BS = source_BS.ne(pad) & source_BS.ne(bos) & source_BS.ne(eos)
         count_B = words_BS.sum(dim=1)
         # Rank of each token in its sentence's random order; special tokens come last.
         place_BS = draws_BS.masked_fill(~words_BS, 2.0).argsort(dim=1).argsort(dim=1)
 
         def masked(fraction_B: Tensor) -> Tensor:
             lost_B1 = (fraction_B * count_B).round().unsqueeze(1)
-            return source_BS.masked_fill(words_BS & (place_BS < lost_B1), self.vocabulary.unk)
+            return batch.laid_out_source(source_BS.masked_fill(words_BS & (place_BS < lost_B1), self.vocabulary.unk))
 
         return masked(gamma_B), masked(1.0 - gamma_B)
 

@@ -34,6 +34,7 @@ Legend: T target length, D model width, P passes, B sentences.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -173,7 +174,7 @@ class CrossAttentionDropLayer(DecoderLayer):
             return super().cross(x_BTD, context, None)
         if not kept:
             # Without a use in this update, ZeRO-3 would keep a parameter's last gradient. One position is enough.
-            probe_11D = x_BTD.new_zeros(1, 1, x_BTD.shape[2]).requires_grad_()
+            probe_11D = x_BTD.new_zeros(1, 1, x_BTD.shape[2])
             x_BTD = ops.touch(x_BTD, super().cross(probe_11D, Context(memory_BSD=probe_11D), None))
             # The same holds for the encoder, if all layers drop in one update.
             assert context.memory_BSD is not None
@@ -185,13 +186,19 @@ class CrossAttentionDropLayer(DecoderLayer):
             blocks[index] = block
         return torch.cat(blocks)
 
-    def _kept(self, context: Context) -> list[int]:
+    def choose(self, context: Context) -> Context:
+        """Choose the passes that skip cross-attention."""
+        return replace(context, kept=self._kept(context))
+
+    def _kept(self, context: Context) -> tuple[int, ...]:
         """Return the indices of the passes that do not skip cross-attention."""
+        if context.kept is not None:
+            return context.kept
         draw = context.draw
         assert draw is not None, "cross-attention drop needs the update's number in training"
         key = (self.number,) if self.coins_per == "update" else (self.number, draw.micro_batch)
         coins = draw.uniform(Purpose.CROSS_ATTENTION_DROP, *key)
-        return [index for index, coin in enumerate(coins) if coin >= self.rate]
+        return tuple(index for index, coin in enumerate(coins) if coin >= self.rate)
 
 
 def build_cross_attention_drop(config: CrossAttentionDropConfig, number: int, parts: LayerParts) -> DecoderLayer:

@@ -35,6 +35,7 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -46,6 +47,7 @@ from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_LAYERS, ModelConfig, Parts, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import (
     SMALL,
     Transformer,
@@ -188,13 +190,20 @@ class DepthGrowing(TranslationModel):
         return self
 
     @override
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = self.source_mask(source_BS, padded)
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
+        mask = self.source_mask(source_BS, padded, segments)
+        context = Context(mask=mask_between(segments, mask))
         with torch.no_grad():
-            embedded_BSD = self.bottom.source_embedding(source_BS)
-            (below_BSD,) = self.bottom.encoder(embedded_BSD, Context(mask=mask))
+            embedded_BSD = self.bottom.source_embedding(source_BS, segments=segments)
+            (below_BSD,) = self.bottom.encoder(embedded_BSD, context)
         entry_BSD = below_BSD + (embedded_BSD if self.source_norm is None else self.source_norm(embedded_BSD))
-        (states_BSD,) = self.top_encoder(entry_BSD, Context(mask=mask))
+        (states_BSD,) = self.top_encoder(entry_BSD, context)
         return Memory(states_BSD, mask, entry_BSD if self.attends_to_input else below_BSD)
 
     @override
@@ -204,12 +213,14 @@ class DepthGrowing(TranslationModel):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
         assert memory.below_BSD is not None
+        context = memory.context(draw, segments)
         with torch.set_grad_enabled(torch.is_grad_enabled() and memory.below_BSD.requires_grad):
-            embedded_BTD = self.bottom.target_embedding(target_input_BT)
-            (below_BTD,) = self.bottom.decoder(embedded_BTD, Context(mask=memory.mask, memory_BSD=memory.below_BSD))
-        return [self._top(embedded_BTD, below_BTD, Context(memory.mask, memory.states_BSD, draw), None)]
+            embedded_BTD = self.bottom.target_embedding(target_input_BT, segments=segments)
+            (below_BTD,) = self.bottom.decoder(embedded_BTD, replace(context, memory_BSD=memory.below_BSD))
+        return [self._top(embedded_BTD, below_BTD, context, None)]
 
     @override
     def begin(self) -> DecoderCache:
@@ -219,9 +230,9 @@ class DepthGrowing(TranslationModel):
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         embedded_R1D = self.bottom.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
         split = self.bottom.decoder.applications
-        below = Context(mask=memory.mask, memory_BSD=memory.below_BSD)
+        context = memory.context()
+        below = replace(context, memory_BSD=memory.below_BSD)
         (below_R1D,) = self.bottom.decoder(embedded_R1D, below, cache.layers[:split])
-        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
         states_R1D = self._top(embedded_R1D, below_R1D, context, cache.layers[split:])
         logits: Tensor = self.projection(states_R1D.squeeze(1))
         return logits

@@ -109,8 +109,8 @@ def source_span(batch: Batch, vocabulary: Vocabulary, rate: float) -> Tensor:
         rate: share of the tokens.
     """
     source_BS = batch.source_BS
-    specials = torch.tensor([vocabulary.pad, vocabulary.bos, vocabulary.eos], device=source_BS.device)
-    words_BS = torch.isin(source_BS, specials, invert=True)
+    # A tensor of the three would be copied to the device, and the copy waited for.
+    words_BS = source_BS.ne(vocabulary.pad) & source_BS.ne(vocabulary.bos) & source_BS.ne(vocabulary.eos)
     count_B1 = words_BS.sum(dim=1, keepdim=True)
     length_B1 = (rate * count_B1).round().long().clamp(min=1)
     last_B1 = count_B1 - length_B1

@@ -213,18 +213,20 @@ class MultiSoftmax:
         """
         names = [name for name in passes[0] if name != TOP]
         # Validation uses the top exit only, with weight 1 even if its weight in training is 0.
-        share_E = torch.ones(1)
+        shares = [1.0]
         if len(names) > 1:
             stages = [name.split("-") for name in names]
-            share_E = self.config.shares([(int(n), int(m)) for n, m in stages], model.stages)
+            shares = self.config.shares([(int(n), int(m)) for n, m in stages], model.stages).tolist()
         targets_N = batch.target_output_BT.flatten()
+        # Filled on the device: a copy of them from the host would wait for the device.
+        row_weights_N = torch.cat([torch.full(targets_N.shape, share, device=targets_N.device) for share in shares])
         consume = partial(
             projected_cross_entropy,
             targets_N=targets_N.repeat(len(names)),
             smoothing=self.config.smoothing,
             ignore_index=self.pad,
             divergence_weight=divergence,
-            row_weights_N=share_E.to(targets_N.device).repeat_interleave(targets_N.shape[0]),
+            row_weights_N=row_weights_N,
         )
         states_ND = [torch.cat([states[name].flatten(0, 1) for name in names]) for states in passes]
         loss, nll_N, kl = model.projection(states_ND, consume)

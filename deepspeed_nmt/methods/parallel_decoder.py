@@ -48,7 +48,7 @@ Legend: B sentences, T target length, D model width, R rows = B x beam.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, model_validator
@@ -111,6 +111,8 @@ class BertDecoderConfig(BertPair):
     coordinator_layers: int = Field(
         default=12, ge=1, le=MAX_LAYERS, description="layers with cross-attention on top, for decoder=coordinator"
     )
+
+    packed: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check(self) -> BertDecoderConfig:
@@ -180,12 +182,12 @@ class Encoding(CrossAttending):
         self.fusion = parts.feed_forward(shape)
         self.fusion_residual = parts.residual(shape, pair)
 
-    def attend(self, x_BTD: Tensor, cache: LayerCache | None) -> Tensor:
+    def attend(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply S.
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
+        return self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, context, cache)
 
     def encoding(self) -> list[nn.Module]:
         """Return the modules of the encoding sub-layer."""
@@ -219,7 +221,7 @@ class ParallelLayer(Encoding):
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
         crossed = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
-        sum_BTD = self._scaled(self.attend(x_BTD, cache) + crossed, 0)
+        sum_BTD = self._scaled(self.attend(x_BTD, context, cache) + crossed, 0)
         fused = feed_forward_sublayer(self.fusion, self.fusion_residual, sum_BTD)
         return self._scaled(fused + feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, sum_BTD), 1)
 
@@ -238,7 +240,9 @@ class SerialLayer(Encoding):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, cache))
+        x_BTD = feed_forward_sublayer(
+            self.feed_forward, self.feed_forward_residual, self.attend(x_BTD, context, cache)
+        )
         x_BTD = cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
         return feed_forward_sublayer(self.fusion, self.fusion_residual, x_BTD)
 

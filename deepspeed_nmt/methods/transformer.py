@@ -27,6 +27,7 @@ from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, Projection, TokenEmbedding
@@ -69,6 +70,7 @@ class TransformerShape(ModelConfig):
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout of attention weights")
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout after the activation")
 
+    packed: ClassVar[bool] = True
     learning_fields: ClassVar[frozenset[str]] = frozenset(
         {"init", "dropout", "attention_dropout", "activation_dropout"}
     )
@@ -192,12 +194,19 @@ class Transformer(TranslationModel):
         return [self.encoder], [self.decoder]
 
     @override
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = self.source_mask(source_BS, padded)
-        states = self.encoder(self.source_embedding(source_BS), Context(mask=mask), exits=exits)
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
+        mask = self.source_mask(source_BS, padded, segments)
+        embedded_BSD = self.source_embedding(source_BS, segments=segments)
+        states = self.encoder(embedded_BSD, Context(mask=mask_between(segments, mask)), exits=exits)
         if len(states) == 1:
             return Memory(states[0], mask)
-        return Memory(torch.cat(states), None if mask is None else mask.repeat(len(states), 1, 1, 1))
+        return Memory(torch.cat(states), mask.repeat(len(states), 1, 1, 1) if isinstance(mask, Tensor) else mask)
 
     @override
     def decode(
@@ -206,9 +215,10 @@ class Transformer(TranslationModel):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
-        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD, draw=draw)
-        states: list[Tensor] = self.decoder(self.target_embedding(target_input_BT), context, exits=exits)
+        embedded_BTD = self.target_embedding(target_input_BT, segments=segments)
+        states: list[Tensor] = self.decoder(embedded_BTD, memory.context(draw, segments), exits=exits)
         return states
 
     @override
@@ -234,9 +244,8 @@ class Transformer(TranslationModel):
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
-        context = Context(mask=memory.mask, memory_BSD=memory.states_BSD)
         embedded = self.target_embedding(tokens_R.unsqueeze(1), offset=cache.length)
-        (states_R1D,) = self.decoder(embedded, context, cache.layers)
+        (states_R1D,) = self.decoder(embedded, memory.context(), cache.layers)
         logits: Tensor = self.projection(states_R1D.squeeze(1))
         return logits
 

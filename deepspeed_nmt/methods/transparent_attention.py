@@ -39,6 +39,7 @@ from deepspeed_nmt.core.model import TOP, Memory
 from deepspeed_nmt.core.parts import Stages
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
@@ -134,10 +135,17 @@ class TransparentTransformer(Transformer):
         return 1, 1
 
     @override
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
-        mask = self.source_mask(source_BS, padded)
-        embedded_BSD = self.source_embedding(source_BS)
-        layers = self.encoder(embedded_BSD, Context(mask=mask), exits=range(1, self.encoder.stages + 1))
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
+        mask = self.source_mask(source_BS, padded, segments)
+        embedded_BSD = self.source_embedding(source_BS, segments=segments)
+        context = Context(mask=mask_between(segments, mask))
+        layers = self.encoder(embedded_BSD, context, exits=range(1, self.encoder.stages + 1))
         norm = self.encoder.final_norm
         return Memory(self.mixtures([embedded_BSD if norm is None else norm(embedded_BSD), *layers]), mask)
 
@@ -148,8 +156,9 @@ class TransparentTransformer(Transformer):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
-        return super().decode(target_input_BT, memory, draw)
+        return super().decode(target_input_BT, memory, draw, segments=segments)
 
     @override
     def at_exit(self, name: str) -> TransparentTransformer:

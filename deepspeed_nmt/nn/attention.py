@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.fused import UsesKernels
-from deepspeed_nmt.nn.linear import Epilogue, Linear
+from deepspeed_nmt.nn.linear import Epilogue, Linear, project
 
 
 class MultiHeadAttention(nn.Module, UsesKernels):
@@ -39,7 +40,7 @@ class MultiHeadAttention(nn.Module, UsesKernels):
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
         """Project the states to attend to. Shape: (B,S,D) -> two of (B,H,S,K)."""
-        return KeysValues(self._split(self.k_proj(memory_BSD)), self._split(self.v_proj(memory_BSD)))
+        return KeysValues(*map(self._split, project(memory_BSD, self.k_proj, self.v_proj)))
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
         """Project states for several calls of :meth:`forward`. Shape: (B,S,D) -> two of (B,H,S,K)."""
@@ -49,7 +50,7 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         self,
         query_BTD: Tensor,
         memory: Tensor | KeysValues,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         causal: bool = False,
         then: Epilogue | None = None,
     ) -> Tensor:
@@ -58,8 +59,9 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         Args:
             query_BTD: states that attend.
             memory: states to attend to, (B,S,D), or what :meth:`project` returned for them.
-            mask: bool (B,1,1,S), True for keys that are not padding; None when none is.
-            causal: position t sees positions 0..t only.
+            mask: bool (B,1,1,S), True for keys that are not padding; or the sentences in which queries see keys; None
+                when all are seen.
+            causal: position t sees positions 0..t only, of its sentence.
             then: epilogue of the output projection.
 
         Shape: (B,T,D), (B,S,D) -> (B,T,D)
@@ -67,9 +69,13 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         out: Tensor = self.out_proj(self.heads(query_BTD, memory, mask, causal), then)
         return out
 
-    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask, causal: bool) -> Tensor:
         """Compute the outputs of all heads, concatenated. Shape: (B,T,D), (B,S,D) -> (B,T,D)."""
-        projected = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
+        if memory is query_BTD:
+            query_BTD, projected = self._project_self(query_BTD)
+        else:
+            projected = memory if isinstance(memory, KeysValues) else self.keys_values(memory)
+            query_BTD = self.q_proj(query_BTD)
         return self._attend(query_BTD, projected, mask, causal)
 
     def step_self(self, query_R1D: Tensor, cache: LayerCache, then: Epilogue | None = None) -> Tensor:
@@ -79,35 +85,42 @@ class MultiHeadAttention(nn.Module, UsesKernels):
 
         Shape: (R,1,D) -> (R,1,D)
         """
-        rows, length, dim = query_R1D.shape
-        memory, mask = cache.append(self.keys_values(query_R1D))
-        query = query_R1D.reshape(memory.keys.shape[0], -1, dim)
+        rows, length, _ = query_R1D.shape
+        query_R1D, new = self._project_self(query_R1D)
+        memory, mask = cache.append(new)
+        query = query_R1D.reshape(memory.keys.shape[0], rows // memory.keys.shape[0] * length, -1)
         out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
         return out
 
-    def step_cross(
-        self, query_RTD: Tensor, memory: KeysValues, mask: Tensor | None, then: Epilogue | None = None
-    ) -> Tensor:
+    def step_cross(self, query_RTD: Tensor, memory: KeysValues, mask: Mask, then: Epilogue | None = None) -> Tensor:
         """Attend to the source from every hypothesis; its keys and values are held once per sentence.
 
         The hypotheses of a sentence are treated as query positions, so nothing is copied for each.
 
         Shape: (R,T,D), memory of (B,H,S,K), mask (B,1,1,S) -> (R,T,D)
         """
-        rows, length, dim = query_RTD.shape
+        rows, length, _ = query_RTD.shape
         sentences = memory.keys.shape[0]
-        query = query_RTD.reshape(sentences, rows // sentences * length, dim)
+        query = self.q_proj(query_RTD).reshape(sentences, rows // sentences * length, -1)
         out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
         return out
+
+    def _project_self(self, x_BTD: Tensor) -> tuple[Tensor, KeysValues]:
+        """Project states that attend to each other to queries, keys and values.
+
+        Shape: (B,T,D) -> (B,T,D) and two of (B,H,T,K)
+        """
+        keys_BTD, values_BTD, query_BTD = project(x_BTD, self.k_proj, self.v_proj, self.q_proj)
+        return query_BTD, KeysValues(self._split(keys_BTD), self._split(values_BTD))
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         batch, length, _ = x_BTD.shape
         return x_BTD.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
-    def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+    def _attend(self, query_BTD: Tensor, memory: KeysValues, mask: Mask, causal: bool) -> Tensor:
         batch, length, _ = query_BTD.shape
         attended_BHTK = self.kernels.attention(
-            self._split(self.q_proj(query_BTD)),
+            self._split(query_BTD),
             memory.keys,
             memory.values,
             mask=mask,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.feedforward import Activation
 from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Linear
@@ -55,10 +56,16 @@ class TokenEmbedding(nn.Module):
         # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0) -> Tensor:
-        """Embed tokens at the positions from ``offset`` on. Shape: (B,T) -> (B,T,D)."""
-        end = offset + tokens_BT.shape[1]
-        positions_TD = self._positions(end)[offset:end]
+    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
+        """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
+
+        Shape: (B,T) -> (B,T,D)
+        """
+        if segments is None:
+            end = offset + tokens_BT.shape[1]
+            positions_TD = self._positions(end)[offset:end]
+        else:
+            positions_TD = self._positions(segments.longest).index_select(0, segments.positions)
         embedded: Tensor = self.dropout(self.lookup(tokens_BT) * self.scale + positions_TD)
         return embedded
 
@@ -97,9 +104,15 @@ class LearnedEmbedding(nn.Module):
         self.norm = LayerNorm(dim, eps)
         self.dropout = Dropout(dropout_p)
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0) -> Tensor:
-        """Embed tokens at the positions from ``offset`` on. Shape: (B,T) -> (B,T,D)."""
-        positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
+    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
+        """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
+
+        Shape: (B,T) -> (B,T,D)
+        """
+        if segments is None:
+            positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
+        else:
+            positions_TD = F.embedding(segments.positions, self.position_PD)
         embedded: Tensor = self.dropout(self.norm(self.lookup(tokens_BT) + positions_TD + self.type_D))
         return embedded
 

@@ -6,12 +6,13 @@ Legend: B sentences, S source length, T target length, D model width, R rows = B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt import randomness
+from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
@@ -44,30 +45,31 @@ class Context:
     """The input that all layers of a stack share.
 
     Attributes:
-        mask: bool (B,1,1,S), True for source positions that are not padding; None when no position is. In an
-            encoder it masks self-attention, in a decoder cross-attention.
+        mask: source positions that attention sees: bool (B,1,1,S), True for those that are not padding; or those of
+            the same sentence in packed rows; None for all. In an encoder it masks self-attention, in a decoder
+            cross-attention.
         memory_BSD: the encoder's states, for a decoder.
         draw: determines random choices; in training, layers that make such need it.
-        target_mask: bool (B,1,1,T), True for target positions that are not padding, for decoders whose self-attention
-            is not causal; None when no position is.
+        target_mask: the same for a decoder's self-attention; in the padded layout None if it is causal.
+        kept: indices of the passes whose rows attend to the source in a layer; None if it has not chosen them yet.
         source: keys and values that a layer projects ``memory_BSD`` to, for all its applications; None if each
             application projects them.
     """
 
-    mask: Tensor | None = None
+    mask: Mask = None
     memory_BSD: Tensor | None = None
     draw: Draw | None = None
-    target_mask: Tensor | None = None
+    target_mask: Mask = None
+    kept: tuple[int, ...] | None = None
     source: KeysValues | None = None
 
     def of_passes(self, kept: Sequence[int]) -> Context:
-        """Return the context of the rows of some of the passes, given by their indices."""
+        """Return the context of the rows of some of the passes, given by their indices, without a draw."""
         assert self.memory_BSD is not None and self.draw is not None
         count = len(self.draw.passes)
         return Context(
-            mask=None if self.mask is None else select_blocks(self.mask, count, kept),
+            mask=select_blocks(self.mask, count, kept) if isinstance(self.mask, Tensor) else self.mask,
             memory_BSD=select_blocks(self.memory_BSD, count, kept),
-            draw=replace(self.draw, passes=tuple(self.draw.passes[index] for index in kept)),
             source=None
             if self.source is None
             else KeysValues(*(select_blocks(x, count, kept) for x in (self.source.keys, self.source.values))),
@@ -83,15 +85,28 @@ def select_blocks(x: Tensor, count: int, kept: Sequence[int]) -> Tensor:
 
 
 def self_attention_sublayer(
-    attention: MultiHeadAttention, around: Residual, x_BTD: Tensor, cache: LayerCache | None
+    attention: MultiHeadAttention,
+    around: Residual,
+    x_BTD: Tensor,
+    context: Context,
+    cache: LayerCache | None = None,
+    following: Residual | None = None,
 ) -> Tensor:
     """Apply causal self-attention within its residual connection.
 
+    Args:
+        attention: the sub-layer.
+        around: its residual connection.
+        x_BTD: its input.
+        context: with the target's mask.
+        cache: when decoding position by position.
+        following: the connection around the sub-layer that comes next, if it does at once.
+
     Shape: (B,T,D), or with a cache (R,1,D) -> the same
     """
-    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD)
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD, following)
     if cache is None:
-        out: Tensor = attention(h, h, causal=True, then=then)
+        out: Tensor = attention(h, h, context.target_mask, causal=True, then=then)
         return out
     return attention.step_self(h, cache, then)
 
@@ -103,6 +118,7 @@ def cross_attention_sublayer(
     context: Context,
     cache: LayerCache | None = None,
     onto_BTD: Tensor | None = None,
+    following: Residual | None = None,
 ) -> Tensor:
     """Apply cross-attention within its residual connection.
 
@@ -113,11 +129,12 @@ def cross_attention_sublayer(
         context: with the source's states and mask.
         cache: keeps the source's keys and values from the first step on, when decoding position by position.
         onto_BTD: the residual branch; default ``x_BTD``.
+        following: the connection around the sub-layer that comes next, if it does at once.
 
     Shape: (B,T,D), or with a cache (R,1,D) -> the same
     """
     assert context.memory_BSD is not None
-    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD if onto_BTD is None else onto_BTD)
+    h, then = around.pre_norm(x_BTD), around.epilogue(x_BTD if onto_BTD is None else onto_BTD, following)
     if cache is None:
         memory = context.memory_BSD if context.source is None else context.source
         out: Tensor = attention(h, memory, context.mask, then=then)
@@ -156,7 +173,8 @@ class EncoderLayer(nn.Module):
         """Encode. An encoder caches nothing. Shape: (B,S,D) -> (B,S,D)."""
         assert cache is None
         h = self.self_residual.pre_norm(x_BSD)
-        x_BSD = self.self_attention(h, h, context.mask, then=self.self_residual.epilogue(x_BSD))
+        then = self.self_residual.epilogue(x_BSD, self.feed_forward_residual)
+        x_BSD = self.self_attention(h, h, context.mask, then=then)
         return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BSD)
 
 
@@ -172,6 +190,14 @@ class CrossAttending(nn.Module):
     self_residual: Residual | None
     cross_residual: Residual | None
     feed_forward_residual: Residual | None
+
+    def choose(self, context: Context) -> Context:
+        """Make the layer's random choices in training; called where they must be made outside of compiled code.
+
+        Returns:
+            The context with these choices, if there are any.
+        """
+        return context
 
     def project_source(self, context: Context) -> KeysValues | None:
         """Project the source for all applications of the layer to whole sentences.
@@ -213,7 +239,8 @@ class DecoderLayer(CrossAttending):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, cache)
+        following = self.cross_residual or self.feed_forward_residual
+        x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, context, cache, following)
         x_BTD = self.cross(x_BTD, context, cache)
         return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
 
@@ -226,7 +253,10 @@ class DecoderLayer(CrossAttending):
         """Apply cross-attention within its residual connection, if there is any. Shape: (B,T,D) -> (B,T,D)."""
         if self.cross_attention is None or self.cross_residual is None:
             return x_BTD
-        return cross_attention_sublayer(self.cross_attention, self.cross_residual, x_BTD, context, cache)
+        attention, around = self.cross_attention, self.cross_residual
+        return cross_attention_sublayer(
+            attention, around, x_BTD, context, cache, following=self.feed_forward_residual
+        )
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ Legend: D input width, E output width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,3 +40,22 @@ class Linear(nn.Linear, UsesKernels):
         if self.bias is not None and self.kernels.takes_bias(then.operation, x):
             return then.apply(F.linear(x, self.weight), self.bias)
         return then.apply(F.linear(x, self.weight, self.bias), None)
+
+
+def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+    """Apply several layers to the same input; as one matrix product if the kernels prefer that.
+
+    The parameters stay apart, so that state and checkpoints do not depend on this. Under ZeRO-3 they must be gathered
+    outside of the layers' own calls.
+
+    Shape: (..., D) -> (..., E) for each layer
+    """
+    if not layers[0].kernels.joins_products(x):
+        return [layer(x) for layer in layers]
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    widths = [weight.shape[0] for weight in weights]
+    biases: list[Tensor] = [
+        weights[0].new_zeros(width) if layer.bias is None else layer.bias
+        for layer, width in zip(layers, widths, strict=True)
+    ]
+    return torch.split(F.linear(x, torch.cat(weights), torch.cat(biases)), widths, dim=-1)

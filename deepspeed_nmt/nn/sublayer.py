@@ -5,6 +5,7 @@ Legend: D model width.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -45,8 +46,15 @@ class LayerNorm(nn.Module, UsesKernels):
         self.bias = nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor, joining: Joining | None = None) -> Tensor:
-        """Normalise ``x``, or the sum of the residual branch ``x`` and ``joining``. Shape: (..., D) -> (..., D)."""
+    def forward(self, x: Tensor, joining: Joining | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise ``x``.
+
+        Args:
+            x: input.
+            joining: is added to the residual branch ``x`` first. The sum is returned, too.
+
+        Shape: (..., D) -> (..., D), or with ``joining`` two of them
+        """
         if joining is None:
             return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
         output, bias, p, training, alpha = joining
@@ -75,7 +83,8 @@ class Residual(nn.Module, UsesKernels):
     - deepnorm: norm(alpha x + dropout(f(x)))   (Wang et al. 2022)
 
     Used in two halves, so that a sub-layer f can take further arguments: ``x = f(res.pre_norm(x), res.epilogue(x))``.
-    f calls the epilogue inside its last matrix product, so that a fused kernel adds that product's bias.
+    f calls the epilogue inside its last matrix product, so that a fused kernel adds that product's bias. If the
+    epilogue is given the connection of the sub-layer that follows, the kernel computes the ``pre_norm`` of that, too.
 
     Args:
         dim: model width D.
@@ -96,22 +105,57 @@ class Residual(nn.Module, UsesKernels):
         self.style = style
         self.alpha = alpha
         self.watch: Callable[[Tensor], None] | None = None
+        self._ready: tuple[weakref.ref[Tensor], Tensor] | None = None  # a sum, and its norm from the same kernel
 
     def pre_norm(self, x: Tensor) -> Tensor:
         """Return the input of the sub-layer: normalised in pre-norm, else ``x``. Shape: (..., D) -> (..., D)."""
-        normed: Tensor = self.norm(x) if self.style == "pre" else x
+        if self.style != "pre":
+            return x
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0]() is x:
+            return ready[1]
+        normed: Tensor = self.norm(x)
         return normed
 
-    def epilogue(self, x: Tensor) -> Epilogue:
-        """Return the epilogue that adds a sub-layer's output to its input ``x``. Shape of both: (..., D)."""
-        operation = "bias_dropout_add" if self.style == "pre" else "bias_dropout_add_layer_norm"
-        return Epilogue(operation, lambda output, bias: self.add(x, output, bias))
+    def epilogue(self, x: Tensor, following: Residual | None = None) -> Epilogue:
+        """Return the epilogue that adds a sub-layer's output to its input ``x``. Shape of both: (..., D).
+
+        Args:
+            x: input of the sub-layer, before ``pre_norm``.
+            following: the connection around the next sub-layer. Its ``pre_norm`` of the sum costs no further kernel
+                then.
+        """
+        joins = "bias_dropout_add_layer_norm"
+        if self.style != "pre":
+            return Epilogue(joins, lambda output, bias: self.add(x, output, bias))
+        if following is not None and self.kernels.takes_bias(joins, x):
+            return Epilogue(joins, lambda output, bias: self._add_and_norm(x, output, bias, following))
+        return Epilogue("bias_dropout_add", lambda output, bias: self.add(x, output, bias))
 
     def add(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add the sub-layer's output, plus its bias, to its input. Shape: (..., D), (..., D), (D,) -> (..., D)."""
-        if self.watch is not None:
-            self.watch(output if bias is None else output + bias)
+        self._show(output, bias)
         if self.style == "pre":
             return self.kernels.bias_dropout_add(output, bias, x, self.dropout_p, self.training)
-        normed: Tensor = self.norm(x, Joining(output, bias, self.dropout_p, self.training, self.alpha))
+        normed: Tensor = self.norm(x, Joining(output, bias, self.dropout_p, self.training, self.alpha))[1]
         return normed
+
+    def _add_and_norm(self, x: Tensor, output: Tensor, bias: Tensor | None, following: Residual) -> Tensor:
+        """Compute the sum, as :meth:`add` does, and the ``pre_norm`` of it by ``following``, which keeps that."""
+        self._show(output, bias)
+        total: Tensor
+        total, normed = following.norm(x, Joining(output, bias, self.dropout_p, self.training, self.alpha))
+        following._keep(total, normed)
+        return total
+
+    def _keep(self, total: Tensor, normed: Tensor) -> None:
+        """Keep the norm of a sum for :meth:`pre_norm`; without such a call, until the sum is freed."""
+
+        def forget(_: weakref.ref[Tensor]) -> None:
+            self._ready = None
+
+        self._ready = weakref.ref(total, forget), normed
+
+    def _show(self, output: Tensor, bias: Tensor | None) -> None:
+        if self.watch is not None:
+            self.watch(output if bias is None else output + bias)

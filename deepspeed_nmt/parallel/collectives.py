@@ -109,6 +109,18 @@ def gather_lists(items: list[Any], world: World) -> list[Any]:
     return joined
 
 
+def gather_over_data_ranks(part_N: Tensor, world: World) -> Tensor:
+    """Return the parts of all data-parallel ranks, in the order of ranks. Shape: (N,) -> (ranks,N)."""
+    everyones = part_N.new_empty(world.data_ranks * part_N.numel())
+    dist.all_gather_into_tensor(everyones, part_N, group=world.data_group)
+    return everyones.view(world.data_ranks, -1)
+
+
+def all_reduce_over_data_ranks(tensor: Tensor, world: World) -> None:
+    """Sum a tensor over data-parallel ranks, in place."""
+    dist.all_reduce(tensor, group=world.data_group)
+
+
 def all_reduce_in_buckets(tensors: Iterable[Tensor], world: World) -> None:
     """Sum tensors over data-parallel ranks, in place.
 
@@ -136,7 +148,7 @@ def _reduce_bucket(bucket: list[Tensor], world: World) -> None:
     if not bucket:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat, group=world.data_group)
+    all_reduce_over_data_ranks(flat, world)
     offset = 0
     for tensor in bucket:
         tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))

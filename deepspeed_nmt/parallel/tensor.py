@@ -34,76 +34,14 @@ from typing_extensions import override
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import FeedForward
 from deepspeed_nmt.nn.linear import Epilogue, Linear
+from deepspeed_nmt.parallel.slices import SLICE, Slice
 from deepspeed_nmt.parallel.world import World
-
-SLICE = "tensor_slice"
-"""Name of the attribute that holds the :class:`Slice` of a sliced parameter."""
-
-
-class Slice:
-    """Part of a parameter that a rank holds: ``[start, stop)`` of ``size`` along ``dim``, at most ``largest``."""
-
-    def __init__(self, dim: int, size: int, world: World) -> None:
-        self.dim, self.size, self.largest = dim, size, -(-size // world.tensor_ranks)
-        # If the ranks do not divide the size, slices differ in size by one, without padding.
-        self.start, self.stop = (
-            size * place // world.tensor_ranks for place in (world.tensor_rank, world.tensor_rank + 1)
-        )
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a whole tensor, as a view."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
-
-
-def gather(tensor: Tensor, parameter: nn.Parameter, world: World) -> Tensor:
-    """Return the whole tensor of which the ranks of a tensor-parallel group hold slices.
-
-    Collective: all ranks of the group must call it.
-
-    Args:
-        tensor: this rank's slice of the parameter, or of a moment of it.
-        parameter: the parameter; if it is replicated, ``tensor`` is returned unchanged.
-        world: the ranks.
-    """
-    if not hasattr(parameter, SLICE):
-        return tensor
-    part: Slice = getattr(parameter, SLICE)
-    shape = [part.size if dim == part.dim else size for dim, size in enumerate(tensor.shape)]
-    # An all-reduce of slices padded with zeros is exact, and allows slices of different sizes.
-    whole = torch.zeros(shape, dtype=tensor.dtype, device=world.device)
-    part.of(whole).copy_(tensor)
-    dist.all_reduce(whole, group=world.tensor_group)
-    return whole
-
-
-def scatter(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's slice of a tensor that has the shape of the whole ``parameter``."""
-    return getattr(parameter, SLICE).of(whole) if hasattr(parameter, SLICE) else whole
-
-
-def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: World) -> Tensor:
-    """Compute the norm of the whole gradient, of which each tensor-parallel rank holds slices.
-
-    Collective: all ranks of a tensor-parallel group must call it.
-
-    Args:
-        parameters: sliced and replicated parameters.
-        gradients: their gradients, in the same order.
-        world: the ranks.
-    """
-    norm: Tensor = torch.nn.utils.get_total_norm(gradients)
-    if world.tensor_ranks == 1:
-        return norm
-    sliced = [g for p, g in zip(parameters, gradients, strict=True) if hasattr(p, SLICE)]
-    common = [g for p, g in zip(parameters, gradients, strict=True) if not hasattr(p, SLICE)]
-    squares = [torch.nn.utils.get_total_norm(each).double() ** 2 for each in (sliced, common)]
-    dist.all_reduce(squares[0], group=world.tensor_group)
-    return (squares[0] + squares[1]).sqrt().to(norm.dtype)
 
 
 class ModelParallelUnit:
@@ -276,7 +214,7 @@ class _ParallelAttention(MultiHeadAttention):
         return super().project(_copy(memory_BSD, self.world))
 
     @override
-    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Tensor | None, causal: bool) -> Tensor:
+    def heads(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask, causal: bool) -> Tensor:
         copied_BTD = _copy(query_BTD, self.world)
         if isinstance(memory, Tensor):
             memory = copied_BTD if memory is query_BTD else _copy(memory, self.world)
@@ -394,7 +332,6 @@ def _rank_generator(needed: bool, world: World) -> Iterator[None]:
         yield
         return
     common = int(torch.randint(2**62, ()))
-    cuda = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
+    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(randomness.key(common, randomness.Purpose.TENSOR_RANK, world.tensor_rank) >> 1)
         yield

@@ -8,10 +8,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.memory import PARTS, Layout, Recompute, WorkOf, state_bytes
+from deepspeed_nmt.planning.memory import (
+    PARTS,
+    Layout,
+    Recompute,
+    WorkOf,
+    host_bytes,
+    state_bytes,
+    validation_bytes,
+)
 
 GIB = 2**30
 SMALLEST_MICRO_TOKENS = 512
+RANKS_OF_A_HOST = 8
+"""Largest number of GPUs that are assumed to be in one host."""
 RECOMPUTE = (0, 4, 2, 1)
 """Settings of recomputation to try: every k-th layer, from the least recomputation to the most; 0 is none."""
 _IDLE_TOKENS = 400
@@ -29,6 +39,9 @@ class Plan:
         micro_tokens: padded tokens in a micro-batch.
         recompute: every k-th layer of encoder and decoder is recomputed; 0 none.
         parts: bytes on one GPU, by the names in PARTS.
+        host: bytes of host memory that the tensors of one rank take at most.
+        host_ranks: number of ranks that are assumed to share a host.
+        host_sum: bytes of host memory that the tensors of these ranks take at most together.
         flops_per_token: of the model, for each target token; recomputation is not counted.
         seconds_per_token: relative cost, for comparing plans.
     """
@@ -37,13 +50,17 @@ class Plan:
     micro_tokens: int
     recompute: Recompute
     parts: Mapping[str, int]
+    host: int
+    host_ranks: int
+    host_sum: int
     flops_per_token: float
     seconds_per_token: float
 
     @property
     def total(self) -> int:
-        """Sum of all parts, in bytes on one GPU."""
-        return sum(self.parts.values())
+        """Peak bytes on one GPU: activations and logits make room for validation."""
+        at_times = self.parts["activations"] + self.parts["logits"], self.parts["validation"]
+        return sum(self.parts.values()) - min(at_times)
 
     def fits(self, gib: float) -> bool:
         """Return True if the plan fits into ``gib`` GiB."""
@@ -65,11 +82,19 @@ def plan_for(
     """
     needed, unrecomputed = work(micro_tokens, recompute), work(micro_tokens, (0, 0))
     state = state_bytes(trained, frozen, layout)
-    parts = {**state, "activations": needed.activations, "logits": needed.logits}
+    parts = {
+        **state,
+        "activations": needed.activations,
+        "logits": needed.logits,
+        "validation": validation_bytes(trained, frozen, layout),
+    }
     share = needed.flops / max(1, unrecomputed.flops)
     cost = share * _SLOWER[layout.stage] * (micro_tokens + _IDLE_TOKENS) / micro_tokens
     flops = unrecomputed.flops * layout.tensor_ranks / micro_tokens
-    return Plan(layout, micro_tokens, recompute, {part: parts[part] for part in PARTS}, flops, cost * flops)
+    by_name = {part: parts[part] for part in PARTS}
+    ranks = min(layout.ranks, RANKS_OF_A_HOST)
+    host, host_sum = (host_bytes(trained, frozen, layout, count) for count in (1, ranks))
+    return Plan(layout, micro_tokens, recompute, by_name, host, ranks, host_sum, flops, cost * flops)
 
 
 def advise(

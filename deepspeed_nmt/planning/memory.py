@@ -7,15 +7,16 @@ Bytes per parameter, with n data-parallel ranks:
 
     engine            weights  gradients  optimizer     buffers
     plain, fp32       4        4          8
-    plain, 16 bit     4        4          8             2 (autocast's copies)
+    plain, 16 bit     2        4          12
     ZeRO 0, fp32      4        4          8
     ZeRO 1, fp32      4        4          12/n          4/n (the gradient it steps with)
-    ZeRO 1, 16 bit    2        2          12/n          4/n
+    ZeRO 1, 16 bit    2        4          12/n          4/n
     ZeRO 2            as ZeRO 1, with gradients divided by n
     ZeRO 3            as ZeRO 2, with weights divided by n; weights in use and prefetched ones are buffers
 
-Gradients pass through buckets of the size in the DeepSpeed configuration. Frozen parameters have weights only.
-Offloaded optimizer state and weights take no GPU memory.
+The gradients of an update's micro-batches are added in fp32. They pass through buckets of the size in the DeepSpeed
+configuration. Frozen parameters have weights only. Offloaded optimizer state and weights take no GPU memory. An
+unsharded copy of the model in the precision of training is on the GPU during validation, which has no activations.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.gathering import SHARD_BYTES
 from deepspeed_nmt.planning.tally import Tally
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "validation")
 Recompute = tuple[int, int]
 """Every k-th layer application of encoder and decoder is recomputed; 0 none."""
 LENGTH = 32
@@ -184,16 +186,19 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
     width = layout.bits // 8
     count = trained + frozen
     if layout.stage is None or layout.stage == 0:
-        copies = 2 * count if layout.bits == 16 else 0
-        return {"weights": 4 * count, "gradients": 4 * trained, "optimizer": 8 * trained, "buffers": copies}
+        masters = 4 * trained if layout.bits == 16 else 0
+        return {
+            "weights": width * count,
+            "gradients": 4 * trained,
+            "optimizer": 8 * trained + masters,
+            "buffers": 0,
+        }
     bucket = _elements(zero, "reduce_bucket_size", 5e8)
     # Allocated in full for models of any size; overlapped communication has a second one.
     bucket_bytes = width * bucket * (2 if zero.get("overlap_comm") and layout.stage < 3 else 1)
     optimizer, buffers = 12 * trained // n, 4 * trained // n + bucket_bytes
     weights = width * count
-    gradients = width * trained
-    if layout.stage >= 2:
-        gradients //= n
+    gradients = 4 * trained // n if layout.stage >= 2 else 4 * trained
     if layout.stage == 3:
         weights //= n
         live = _elements(zero, "stage3_max_live_parameters", 1e9)
@@ -204,6 +209,39 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
     if zero.get("offload_param", {}).get("device", "none") != "none":
         weights = 0
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
+
+
+def validation_bytes(trained: int, frozen: int, layout: Layout) -> int:
+    """Return the bytes of the unsharded copy of the model that one GPU holds during validation.
+
+    Tensor-parallel slices are counted as if nothing were replicated, so this is an upper bound.
+    """
+    return layout.bits // 8 * (trained + frozen) * layout.tensor_ranks
+
+
+def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
+    """Return the bytes of host memory that the tensors of the ranks of one host take at most.
+
+    Each rank builds and loads the whole model in fp32, before it rounds or partitions it and moves it to its GPU.
+    Then it builds the copy for validation, also in fp32, and rounds it. It keeps fp32 copies of frozen weights, and
+    what is offloaded. While a checkpoint is written, one rank holds a file of weights and one of moments, in fp32.
+
+    Args:
+        trained: number of trained parameters in a rank's slice of the model.
+        frozen: number of frozen ones.
+        layout: of the model over all ranks.
+        ranks: number of ranks of the host.
+    """
+    zero = dict(layout.zero or {})
+    n = layout.ranks // layout.tensor_ranks
+    whole, kept = (trained + frozen) * layout.tensor_ranks, 4 * frozen
+    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        kept += 16 * trained // n
+    if zero.get("offload_param", {}).get("device", "none") != "none":
+        kept += layout.bits // 8 * (trained + frozen) // n
+    files = min(SHARD_BYTES, 4 * whole) + min(SHARD_BYTES, 8 * trained * layout.tensor_ranks)
+    starting, saving = ranks * 4 * whole, ranks * layout.bits // 8 * whole + files
+    return ranks * kept + max(starting, saving)
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:

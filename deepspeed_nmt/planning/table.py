@@ -22,6 +22,9 @@ def as_json(plan: Plan, gpu: Gpu) -> dict[str, Any]:
         "micro_tokens": plan.micro_tokens,
         "recompute": plan.recompute,
         "bytes": {**plan.parts, "total": plan.total},
+        "host_bytes": plan.host,
+        "host_ranks": plan.host_ranks,
+        "host_bytes_of_ranks": plan.host_sum,
         "fits": plan.fits(gpu.usable_gib),
     }
 
@@ -43,8 +46,14 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
     lines.append(f"{'total':<14}" + "".join(f"{plan.total / GIB:>{width}.2f}" for plan in columns.values()))
     fits = ["yes" if plan.fits(gpu.usable_gib) else "no" for plan in columns.values()]
     lines.append(f"{'fits':<14}" + "".join(f"{word:>{width}}" for word in fits))
-    lines += ["", f"set: {' '.join(advice)}"]
+    lines.append(f"{'host, a rank':<14}" + "".join(f"{plan.host / GIB:>{width}.2f}" for plan in columns.values()))
     plan = columns["advised"]
+    if plan.host_ranks > 1:
+        sums = "".join(f"{each.host_sum / GIB:>{width}.2f}" for each in columns.values())
+        lines.append(f"{f'host, {plan.host_ranks} ranks':<14}{sums}")
+    if plan.layout.ranks > plan.host_ranks:
+        lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
+    lines += ["", f"set: {' '.join(advice)}"]
     if not plan.fits(gpu.usable_gib):
         lines.append(
             "no plan fits; this is the smallest: use larger GPUs, more of them (perhaps with "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed_nmt.build import build_kernels, build_meta_model
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.planning.gpus import Gpu
+from deepspeed_nmt.planning.layouts import Yield, yields
 from deepspeed_nmt.planning.planner import Counts, Planner
 from deepspeed_nmt.run.resolve import make_planner
 
@@ -60,3 +63,15 @@ class Plans:
         )
         counted = self._counted.setdefault(gpu.capability, {})
         return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counted), engine, kernels)
+
+
+def layout_yields(config: RunConfig, data: Path, num_gpus: int) -> list[Yield]:
+    """Return the micro-batches that each layout of batches makes of the training corpus in a data directory.
+
+    Raises:
+        DataError: if it is no data directory.
+        ConfigError: if a sentence does not fit into a micro-batch.
+    """
+    corpus = DataDirectory.open(data).corpus("train")
+    ranks = max(1, num_gpus // config.engine.tensor_parallel)
+    return yields(corpus.source_lengths, corpus.target_lengths, config.batch, config.training.seed, ranks)

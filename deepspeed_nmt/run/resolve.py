@@ -16,14 +16,16 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.engine.config import DTYPES
+from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.nn.compiled import check_compiler
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
@@ -44,6 +46,7 @@ class ResolvedRun:
         config: settings of the user, completed from files that they name.
         vocabulary: vocabulary of the data.
         engine: precision, clipping and DeepSpeed's configuration.
+        batch: sizes and layout of batches.
         recompute: every k-th layer application of encoder and decoder that is recomputed; 0 none.
         kernels: kernels of the fused operations.
         backends: description of the kernels chosen on this rank's device, for the log.
@@ -52,6 +55,7 @@ class ResolvedRun:
     config: RunConfig
     vocabulary: Vocabulary
     engine: EngineSettings
+    batch: BatchConfig
     recompute: Recompute
     kernels: Kernels
     backends: str
@@ -61,8 +65,11 @@ class ResolvedRun:
         parts = [
             "plain torch" if stage is None else f"DeepSpeed ZeRO-{stage}",
             self.engine.precision,
+            f"{self.batch.layout} batches",
             f"kernels: {self.backends}",
         ]
+        if self.config.engine.compile == "layers":
+            parts.append("compiled layers")
         if any(self.recompute):
             parts.append("recompute_encoder={}, recompute_decoder={}".format(*self.recompute))
         return "; ".join(parts)
@@ -72,10 +79,12 @@ class ResolvedRun:
         content = {
             "engine": "plain" if self.engine.ds_config is None else "deepspeed",
             "precision": self.engine.precision,
+            "layout": self.batch.layout,
             "ds_config": self.engine.ds_config,
             "recompute_encoder": self.recompute[0],
             "recompute_decoder": self.recompute[1],
             "kernels": self.backends,
+            "compile": self.config.engine.compile,
         }
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
@@ -96,16 +105,41 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
     with fail_together(world):
         vocabulary = data.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
+        batch = resolve_layout(config, engine.precision, world.device)
         _check_data(config, vocabulary, data, resumed=resumed)
         metrics, _ = config.validation.chosen(data.text_form)
         Scorer(metrics, data.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-    # Some operations run in fp32, too: under autocast, and in validation.
+        if config.engine.compile == "layers":
+            check_compiler(world.device)
+    # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
         recompute = resolve_recomputation(config, vocabulary, engine, world, kernels)
     backends = kernels.describe(world.device, DTYPES[engine.precision])
-    return ResolvedRun(config, vocabulary, engine, recompute, kernels, backends)
+    return ResolvedRun(config, vocabulary, engine, batch, recompute, kernels, backends)
+
+
+def resolve_layout(config: RunConfig, precision: Precision, device: torch.device) -> BatchConfig:
+    """Return the sizes of batches with the layout decided.
+
+    "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
+    without dropout of attention weights.
+
+    Raises:
+        ConfigError: if the layout is packed, but the model cannot be trained in it.
+    """
+    model, layout = config.model, config.batch.layout
+    if layout == "packed" and not model.packed:
+        raise ConfigError(
+            f"batch.layout must be padded for model.name={model.name}, which has one sentence in a row, but is "
+            "packed; set batch.layout=auto"
+        )
+    if layout == "auto":
+        fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and precision != "fp32"
+        drops_weights = getattr(model, "attention_dropout", 0.0) > 0.0
+        layout = "packed" if fast and model.packed and not drops_weights else "padded"
+    return config.batch.model_copy(update={"layout": layout})
 
 
 def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> None:

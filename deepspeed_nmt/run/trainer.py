@@ -21,6 +21,7 @@ from deepspeed_nmt.data.loader import TrainLoader, collate
 from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.settings import validation_dtype
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods import collapse_remedies
 from deepspeed_nmt.parallel.agreement import fail_together
@@ -88,7 +89,8 @@ def train_run(job: Job) -> Progress:
         resolved.save(job.path)
     while (progress := _resume_or_start(job, resolved)) is None:
         job.watchdog.at("rolling back", slow=True)
-        gc.collect()  # frees the engine and its tensors
+        for _ in range(2):  # frees the engine, and then parts that DeepSpeed's finalizers released
+            gc.collect()
         if job.world.device.type == "cuda":
             torch.cuda.empty_cache()
     return progress
@@ -110,15 +112,17 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
     with fail_together(world):
         corpus = data.corpus("train")
         seed = config.training.seed
-        loader = TrainLoader(corpus, config.batch, seed, world.data_rank, world.data_ranks, vocabulary)
-        model = _initial_model(job, resolved, checkpoint)
-        copy = build_model(config, vocabulary, resolved.kernels)  # unsharded, for validation
-    optimizer = build_optimizer(config.optimizer, (module := TrainModule(model, objective)).to(world.device))
+        loader = TrainLoader(corpus, resolved.batch, seed, world.data_rank, world.data_ranks, vocabulary)
+        module = TrainModule(_initial_model(job, resolved, checkpoint), objective)
+    # The engine moves the model to the device, after it has rounded or partitioned it.
+    optimizer = build_optimizer(config.optimizer, module)
     with once_per_host():
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(resolved.engine, module, optimizer, world, dummy)
+    with fail_together(world):
+        copy = build_model(config, vocabulary, resolved.kernels)  # unsharded; no sooner, to need less host memory
     _log_sizes(copy, loader, engine, world)
-    replica = Replica(copy, engine)
+    replica = Replica(copy, engine, validation_dtype(resolved.engine.precision, world.device))
     probe(config.training.probe, engine, loader)
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
@@ -177,6 +181,8 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     """
     model = build_model(resolved.config, resolved.vocabulary, resolved.kernels)
     model.recompute(*resolved.recompute)
+    if resolved.config.engine.compile == "layers":
+        model.compile_layers()
     if checkpoint is not None:
         checkpoint.load_into(model)
     elif job.origin is not None:

@@ -13,11 +13,19 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.data.loader import Cursor
+from deepspeed_nmt.data.loader import Cursor, TrainLoader
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.selftest.models import Saved, build, loader_of, methods, train, write_corpus
+from deepspeed_nmt.selftest.models import (
+    Saved,
+    build,
+    loader_of,
+    methods,
+    settings_of,
+    train,
+    write_corpus,
+)
 
 UPDATES = 10
 """Number of updates that each engine makes."""
@@ -66,14 +74,16 @@ class Row:
 def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
     """Yield the engines to compare, each with the number of ranks that share a model."""
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    names = ["plain", "plain+recompute"]
+    packed = "+packed" if settings_of(method).model.packed else ""
+    names = ["plain", "plain+recompute", *([f"plain{packed}"] if packed else [])]
     if has_deepspeed:
-        names += ["zero0", "zero1", "zero2+recompute", "zero3", "zero3+recompute", "offload"]
+        names += ["zero0", "zero1", "zero2+recompute", "zero3", f"zero3+recompute{packed}", "offload"]
         names += ["zero2:fp16"] if world.device.type == "cuda" else []
         names += ["zero1:bf16", "zero3:bf16+recompute"] if _has_bf16(world) else []
     yield from ((name, 1) for name in names)
     if world.ranks % 2 == 0:
-        yield from ((name, 2) for name in ["plain", *(["zero1", "zero3+recompute"] if has_deepspeed else [])])
+        names = ["plain", *([f"zero1{packed}", "zero3+recompute"] if has_deepspeed else [])]
+        yield from ((name, 2) for name in names)
 
 
 def rows(world: World, quick: bool = False) -> Iterator[Row]:
@@ -91,7 +101,7 @@ def rows(world: World, quick: bool = False) -> Iterator[Row]:
             alone = World(0, 1, world.local_rank, world.device)
             # The reference runs on torch's own operations, the others on the kernels chosen for this machine.
             plain = build(method, "plain", alone, directory, kernels=Kernels.only("torch"))
-            reference, weights = _trained(plain, alone, directory)
+            reference, weights = _trained(plain, loader_of(directory, alone), alone)
             for engine, tensor_ranks in engines(world, method):
                 yield _compare(method, engine, grids[tensor_ranks], directory, reference, weights)
 
@@ -102,7 +112,8 @@ def _compare(
     row = Row(method, engine, world.ranks, world.tensor_ranks, _tolerance(engine, world))
     started = time.monotonic()
     try:
-        found, own = _trained(build(method, engine, world, directory), world, directory)
+        loader = loader_of(directory, world, engine)
+        found, own = _trained(build(method, engine, world, directory), loader, world)
         resumed = _resumed(method, engine, world, directory, found["loss"])
     except (RuntimeError, ValueError) as error:  # errors of torch and DeepSpeed are reported in the table
         return replace(row, problem=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -116,17 +127,17 @@ def _compare(
     )
 
 
-def _trained(engine: Engine, world: World, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _trained(engine: Engine, loader: TrainLoader, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
     """Make UPDATES updates, and return their report and the final weights."""
-    report = train(engine, loader_of(directory, world), world, 1, UPDATES, Cursor())
-    weights = {state.name: state.weight for state in engine.parameters()}
+    report = train(engine, loader, world, 1, UPDATES, Cursor())
+    weights = {state.name: state.weight.cpu() for state in engine.parameters()}
     engine.close()
     return report, weights
 
 
 def _resumed(method: str, engine: str, world: World, directory: Path, straight: list[float]) -> float:
     """Resume half-way in a new engine, and return the largest difference of the losses from ``straight``."""
-    loader = loader_of(directory, world)
+    loader = loader_of(directory, world, engine)
     half = UPDATES // 2
     first = build(method, engine, world, directory)
     done = train(first, loader, world, 1, half, Cursor())

@@ -103,9 +103,17 @@ def write_corpus(directory: Path, pairs: int = 300, longest: int = 30) -> None:
         writer.append(sources, targets)
 
 
-def loader_of(directory: Path, world: World) -> TrainLoader:
-    """Return a loader of this rank's micro-batches, over the corpus in ``directory``."""
-    return TrainLoader(Corpus(directory, "train"), BATCH, 5, world.data_rank, world.data_ranks, VOCABULARY)
+def loader_of(directory: Path, world: World, engine: str = "plain", batch: BatchConfig = BATCH) -> TrainLoader:
+    """Return a loader of this rank's micro-batches, over the corpus in ``directory``.
+
+    Args:
+        directory: directory of the corpus.
+        world: the ranks.
+        engine: name of the engine, as :func:`build` takes it.
+        batch: sizes of batches.
+    """
+    batch = batch.model_copy(update={"layout": "packed" if "packed" in engine.split("+") else "padded"})
+    return TrainLoader(Corpus(directory, "train"), batch, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
 def build(
@@ -121,8 +129,8 @@ def build(
 
     Args:
         method: name of a case.
-        engine: NAME[:PRECISION][+recompute], with NAME one of plain, zero0 ... zero3, and offload (ZeRO-3 with
-            weights and optimizer state in the host's memory).
+        engine: NAME[:PRECISION][+recompute][+compile][+packed], with NAME one of plain, zero0 ... zero3, and offload
+            (ZeRO-3 with weights and optimizer state in the host's memory). The layout of batches is the loader's.
         world: the ranks, of which ``tensor_ranks`` share a model.
         directory: directory of the corpus; each rank writes its DeepSpeed configuration there.
         dropout: dropout probability of the model.
@@ -131,9 +139,11 @@ def build(
     """
     config = settings_of(method, dropout)
     module = TrainModule(build_model(config, VOCABULARY, kernels), build_objective(config, VOCABULARY))
-    kind, _, recompute = engine.partition("+")
+    kind, *options = engine.split("+")
     name, _, precision = kind.partition(":")
-    if recompute:
+    if "compile" in options:
+        module.model.compile_layers()
+    if "recompute" in options:
         module.model.recompute(1, 1)
     if weights is not None:
         module.model.load_state_dict(weights, strict=False)

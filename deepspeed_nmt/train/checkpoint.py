@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -222,15 +222,15 @@ class Checkpoint:
         Raises:
             CheckpointError: if names or shapes differ, naming the first difference.
         """
-        weights = self.weights()
+        shapes = self._shapes()
         own = dict(model.named_parameters())
         differences = [
-            *(f"{name} is missing" for name in sorted(own.keys() - weights.keys())),
-            *(f"{name} is unexpected" for name in sorted(weights.keys() - own.keys())),
+            *(f"{name} is missing" for name in sorted(own.keys() - shapes.keys())),
+            *(f"{name} is unexpected" for name in sorted(shapes.keys() - own.keys())),
             *(
-                f"{name} is {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                f"{name} is {shapes[name]} instead of {tuple(own[name].shape)}"
                 for name in own
-                if name in weights and weights[name].shape != own[name].shape
+                if name in shapes and shapes[name] != tuple(own[name].shape)
             ),
         ]
         if differences:
@@ -240,14 +240,26 @@ class Checkpoint:
             )
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(weights[name])
+                parameter.copy_(self.weight(name))  # one at a time: all at once would double the host memory
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all weights by parameter name."""
+        return {
+            name: tuple(self._read("weights", name, lambda file, name: file.get_slice(name).get_shape()))
+            for name in self._where["weights"]
+        }
 
     def _tensor(self, kind: str, name: str) -> Tensor:
+        tensor: Tensor = self._read(kind, name, lambda file, name: file.get_tensor(name))
+        return tensor
+
+    def _read(self, kind: str, name: str, of: Callable[[Any, str], Any]) -> Any:
+        """Return what ``of`` reads of a tensor from an open file."""
         if name not in self._where[kind]:
             raise CheckpointError(f"{self.path} must hold {name}, but does not: it belongs to another model")
         try:
             with safe_open(self._where[kind][name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                return of(file, name)
         except _UNREADABLE as error:
             if not self.path.exists():
                 raise CheckpointError(
@@ -255,7 +267,6 @@ class Checkpoint:
                     "again"
                 ) from error
             raise CheckpointError(f"{self.path} must be readable, but is not ({error}); start again") from error
-        return tensor
 
 
 def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> FileRecord:

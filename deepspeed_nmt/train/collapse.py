@@ -176,7 +176,11 @@ class CollapseMonitor:
             return float(self._objective(model, batch.to(self._world.device)).nll)
 
 
-_REMEDIES = ("a lower optimizer.lr", "a longer schedule.warmup_updates")
+_REMEDIES = (
+    "model.init=depth_scaled or model.norm=pre",
+    "a lower optimizer.lr",
+    "a longer schedule.warmup_updates",
+)
 _PARTS = ("self_attention", "cross_attention", "feed_forward")
 
 

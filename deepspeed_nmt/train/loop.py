@@ -189,7 +189,7 @@ def _save(session: Session, progress: Progress, saved_at: int, *, must: bool) ->
         except OSError as error:
             problem = str(error)
     else:
-        for _ in engine.state():
+        for _ in engine.state(copy=False):
             pass
     problem = from_main(problem, world)
     if not problem:

@@ -17,10 +17,11 @@ class Replica:
     Args:
         model: the copy; its weights are overwritten.
         engine: source of the weights.
+        dtype: of the copy's weights.
     """
 
-    def __init__(self, model: TranslationModel, engine: Engine) -> None:
-        self._model = model.cpu().eval()
+    def __init__(self, model: TranslationModel, engine: Engine, dtype: torch.dtype = torch.float32) -> None:
+        self._model = model.to("cpu", dtype).eval()
         self._engine = engine
         self._update: int | None = None
 
@@ -30,14 +31,14 @@ class Replica:
 
         All ranks call it together.
         """
-        if self._update != update:
-            own = dict(self._model.named_parameters())
-            with torch.no_grad():
-                for state in self._engine.parameters():
-                    own[state.name].copy_(state.weight)
-            self._update = update
-        self._model.to(self._engine.device)
         try:
+            self._model.to(self._engine.device)
+            if self._update != update:
+                own = dict(self._model.named_parameters())
+                with torch.no_grad():
+                    for state in self._engine.parameters():
+                        own[state.name].copy_(state.weight)
+                self._update = update
             yield self._model
         finally:
             self._model.cpu()

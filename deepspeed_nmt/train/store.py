@@ -18,13 +18,13 @@ from torch import Tensor
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.directories import remove, remove_directory, replace_directory
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.engine.gathering import SHARD_BYTES
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.files import atomic_write_text, sync_directory
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress
 
-_SHARD_BYTES = 2 * 1024**3
 _NAME = re.compile(r"update-(\d{7,})")
 
 
@@ -351,7 +351,7 @@ class _ShardWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         self._pending[name] = tensor.contiguous()
         self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes >= _SHARD_BYTES:
+        if self._bytes >= SHARD_BYTES:
             self._flush()
 
     def close(self) -> dict[str, list[str]]:

@@ -1,4 +1,6 @@
-"""One of two ranks that make an update under several engines and count the bytes of all tensors afterwards.
+"""One of two ranks that make an update under several engines, and count the bytes of all tensors afterwards.
+
+They also count the collectives that gather the training state.
 
 Arguments: corpus directory, output file, engines as in tests/parity/engine_worker.py. The output is JSON.
 """
@@ -9,10 +11,16 @@ import gc
 import json
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -20,6 +28,7 @@ from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
 from deepspeed_nmt.engine import build_engine
+from deepspeed_nmt.engine.base import MOMENTS, Engine
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import resolve_engine
@@ -43,8 +52,46 @@ def held() -> int:
     return sum(storages.values())
 
 
+@contextmanager
+def collectives() -> Iterator[list[str]]:
+    """Yield a list of the names of the collectives that begin inside the block."""
+    begun: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(dist, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            begun.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
+            stack.enter_context(patch.object(dist, name, counted(name)))
+        yield begun
+
+
+def gathering(engine: Engine, stage: int | None) -> dict[str, Any]:
+    """Return the numbers of collectives, and the names of parameters whose state is not DeepSpeed's to the bit."""
+    with collectives() as for_weights:
+        weights = {state.name: state.weight.clone() for state in engine.parameters()}
+    with collectives() as for_state:
+        states = list(engine.state())
+    differing = [state.name for state in states if not torch.equal(state.weight, weights[state.name])]
+    for name, parameter in engine.module.model.named_parameters() if stage else ():
+        found = next(state for state in states if state.name == name)
+        expected = {which: safe_get_full_optimizer_state(parameter, which) for which in MOMENTS}
+        if not torch.equal(found.weight, safe_get_full_fp32_param(parameter)) or not all(
+            torch.equal(found.moments[which], expected[which]) and expected[which].any() for which in MOMENTS
+        ):
+            differing.append(name)
+    return {"weights": len(for_weights), "state": len(for_state), "differing": differing, "count": len(states)}
+
+
 def count(directory: Path, name: str, world: World) -> dict[str, Any]:
-    gc.collect()
+    for _ in range(2):  # a collected engine has parts that the next collection frees
+        gc.collect()
     before = held()
     torch.manual_seed(1)
     module = TrainModule(build_transformer(CONFIG, V), Objective(LabelSmoothed(0.1, V.pad)))
@@ -56,7 +103,15 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     settings = EngineConfig(
         name="plain" if kind == "plain" else "deepspeed", ds_config=kind, precision=precision or "fp32", device="cpu"
     )
-    engine = build_engine(resolve_engine(settings, 1.0, world), module, optimizer, world, dummy)
+    whole: list[int] = []
+    initialize = deepspeed.initialize
+
+    def watched(**options: Any) -> Any:
+        whole.append(sum(parameter.numel() for parameter in options["model"].parameters()))
+        return initialize(**options)
+
+    with patch.object(deepspeed, "initialize", watched):
+        engine = build_engine(resolve_engine(settings, 1.0, world), module, optimizer, world, dummy)
     loader = TrainLoader(
         corpus, BatchConfig(update_tokens=200, micro_tokens=200), 1, world.data_rank, world.data_ranks, V
     )
@@ -67,8 +122,15 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
     stage = None if kind == "plain" else int(kind[-1])
     zero = {} if stage is None else load_ds_config(kind)["zero_optimization"]
     layout = Layout(stage, world.ranks, bits=16 if precision else 32, zero=zero)
+    gathered = gathering(engine, stage)
     engine.close()
-    return {"held": found, "planned": state_bytes(trained, 0, layout), "trained": trained}
+    return {
+        "held": found,
+        "planned": state_bytes(trained, 0, layout),
+        "trained": trained,
+        "gathered": gathered,
+        "whole": whole,
+    }
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy, project
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.embedding import Projection
-from deepspeed_nmt.parallel.tensor import SLICE, parallelize
+from deepspeed_nmt.parallel.slices import SLICE
+from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 
 V = Vocabulary(61)

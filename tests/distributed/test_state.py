@@ -1,4 +1,4 @@
-"""The planned bytes of each parameter under an engine, compared with the allocated bytes."""
+"""The training state under each engine: planned and allocated bytes, and collectives that gather it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import ROOT, random_corpus, run_ranks
 
-ENGINES = ["plain", "zero0", "zero1", "zero2", "zero3", "zero1:bf16", "zero2:bf16", "zero3:bf16"]
+ENGINES = ["plain", "plain:bf16", "zero0", "zero1", "zero2", "zero3", "zero1:bf16", "zero2:bf16", "zero3:bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -31,5 +31,21 @@ def test_weights_and_optimizer_take_the_planned_bytes(report: dict[str, Any], na
     if name.startswith("zero3"):  # ZeRO-3 keeps the gradients and the bucket that reduces them
         width = 2 if ":" in name else 4
         expected += planned["gradients"] + width * 50_000_000
+    if name == "zero1:bf16":  # in which DeepSpeed keeps the gradients between updates
+        expected += planned["gradients"]
     assert held == pytest.approx(expected, rel=0.1)
     assert trained > 4_000_000
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_state_of_a_layer_is_gathered_by_one_collective(report: dict[str, Any], name: str) -> None:
+    gathered = report[name]["gathered"]
+    sharded = name.startswith(("zero1", "zero2", "zero3"))
+    # Four layers, and the parameters before, between and after those of encoder and decoder.
+    assert gathered["weights"] == gathered["state"] == (7 if sharded else 0)
+    assert gathered["count"] > 60 and not gathered["differing"]
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("zero")])
+def test_zero3_partitions_a_model_before_deepspeed_moves_it_to_the_device(report: dict[str, Any], name: str) -> None:
+    assert report[name]["whole"] == [0 if name.startswith("zero3") else report[name]["trained"]]

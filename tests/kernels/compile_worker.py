@@ -34,8 +34,10 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
             yield kernel, {**point, "BLOCK": 512}, 4
     for block, warps, joined, dropout in ((1024, 4, False, False), (1024, 4, True, True), (4096, 16, True, True)):
         norm = {"HAS_BIAS": joined, "HAS_RESIDUAL": joined, "DROPOUT": dropout, "BLOCK": block}
-        for kernel in (kernels.norm_forward, kernels.norm_backward):
-            yield kernel, norm, warps
+        yield kernels.norm_forward, norm, warps
+        for summed in (False, joined):
+            yield kernels.norm_backward, {**norm, "HAS_D_TOTAL": summed}, min(16, 2 * warps)
+    yield kernels.column_sums, {"ROWS": 64, "BLOCK": 32}, 4
     for rows, block in ((32, 64), (1, 2048)):
         yield kernels.softmax_backward, {"ROWS": rows, "BLOCK": block}, 8
         for causal in FLAGS:
@@ -49,10 +51,11 @@ def variants() -> Iterator[tuple[Any, dict[str, Any], int]]:
 
 FP32 = {
     "means", "inverse_deviations", "d_bias", "d_weight", "d_norm_bias", "sums", "log_totals_p", "log_totals_q",
-    "divergences", "row_weights",
+    "divergences", "row_weights", "partial",
 }  # fmt: skip
 INTEGERS = {
-    "rows", "width", "groups", "count", "seed", "keys", "queries", "heads", "stride_b", "stride_h", "stride_t",
+    "rows", "width", "groups", "count", "programs", "seed", "keys", "queries", "heads", "stride_b", "stride_h",
+    "stride_t",
 }  # fmt: skip
 NUMBERS = {"alpha", "p", "eps", "scale", "on_target", "on_all", "pull"}
 
@@ -92,6 +95,7 @@ def main() -> None:
             code = compiled.asm["ptx"]
             row = {
                 "kernel": kernel.fn.__name__,
+                "triton": triton.__version__,
                 "capability": capability,
                 "constants": constants,
                 "spilled_bytes": spilled(code, capability),

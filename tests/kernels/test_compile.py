@@ -1,4 +1,10 @@
-"""Kernels compiled ahead of time for GPUs that this machine lacks. Tests neither results nor speed."""
+"""Kernels compiled ahead of time for GPUs that this machine lacks. Tests neither results nor speed.
+
+Another version of Triton than the installed one is tested so:
+
+    pip install --target DIR --no-deps triton==3.6.0
+    PYTHONPATH=DIR python -m pytest tests/kernels/test_compile.py
+"""
 
 from __future__ import annotations
 
@@ -13,17 +19,19 @@ import pytest
 
 from tests.support import ROOT
 
-pytest.importorskip("triton", reason="needs triton")
+triton = pytest.importorskip("triton", reason="needs triton")
 KERNELS = {
     "pointwise_forward", "pointwise_backward", "norm_forward", "norm_backward", "softmax_forward", "softmax_backward",
-    "row_sums", "row_divergences", "row_gradients",
+    "row_sums", "row_divergences", "row_gradients", "column_sums",
 }  # fmt: skip
+CALLED_BY_KERNELS = {"row_of_uniforms"}
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Properties of the compiled code of each kernel, for each capability."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, str(ROOT / "tests/kernels/compile_worker.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
@@ -37,7 +45,8 @@ def test_every_kernel_compiles_for_every_gpu(compiled: list[dict[str, Any]]) -> 
         (kernel, capability) for kernel in KERNELS for capability in (70, 80, 90)
     }
     defined = Path(ROOT, "deepspeed_nmt/kernels/triton_kernels.py").read_text(encoding="utf-8").count("@triton.jit")
-    assert defined == len(KERNELS)
+    assert defined == len(KERNELS | CALLED_BY_KERNELS)
+    assert {row["triton"] for row in compiled} == {triton.__version__}
 
 
 def test_no_registers_are_spilled(compiled: list[dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ def test_the_comparison_finds_a_small_error(operation: str, device: torch.device
         result = theirs(*arguments)
         if isinstance(result, ChunkResult):
             return result._replace(gradients=[g * 1.01 for g in result.gradients])
-        return result * 1.01
+        return tuple(x * 1.01 for x in result) if isinstance(result, tuple) else result * 1.01
 
     assert trial.compare(operation, wrong, theirs, device, torch.float32) > ERROR[torch.float32]
 
@@ -53,7 +53,7 @@ def test_any_number_of_rows_of_any_width(rows: int, width: int, device: torch.de
         [ops.bias_dropout_add(x, shift, residual, 0.0, 0.5) for ops in (triton_ops, torch_ops)],
         [ops.bias_relu_dropout(x, None, 0.0) for ops in (triton_ops, torch_ops)],
         [
-            ops.bias_dropout_add_layer_norm(x, None, residual, weight, bias, 0.0, 2.0, 1e-5)
+            ops.bias_dropout_add_layer_norm(x, None, residual, weight, bias, 0.0, 2.0, 1e-5)[1]
             for ops in (triton_ops, torch_ops)
         ],
     ]
@@ -113,12 +113,29 @@ def test_dropout_inside_the_norm_has_the_mask_of_its_gradient(device: torch.devi
     x = torch.randn(9, 130, device=device, requires_grad=True)
     residual, weight = torch.randn(9, 130, device=device), torch.ones(130, device=device)
     arguments = (None, residual, weight, torch.zeros_like(weight), 0.4, 1.0, 1e-5)
-    normed = triton_ops.bias_dropout_add_layer_norm(x, *arguments)
+    total, normed = triton_ops.bias_dropout_add_layer_norm(x, *arguments)
     (gradient,) = torch.autograd.grad((normed * torch.randn_like(normed)).sum(), x)
     kept = (gradient != 0).float() / 0.6
     expected = torch_ops.layer_norm(residual + x * kept, weight, torch.zeros_like(weight), 1e-5)
     torch.testing.assert_close(normed, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, residual + x * kept)
     assert 0.5 < float((kept > 0).float().mean()) < 0.7
+    neighbours = torch.corrcoef(torch.stack([kept[:, :-1].flatten(), kept[:, 1:].flatten()]))[0, 1]
+    assert abs(float(neighbours)) < 4 / kept.numel() ** 0.5
+
+
+def test_the_sum_and_its_norm_each_have_a_gradient_or_none(device: torch.device) -> None:
+    torch.manual_seed(7)
+    inputs = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((5, 9), (9,), (5, 9), (9,), (9,))]
+    upstream = torch.randn(2, 5, 9, device=device)
+    for used in ([0], [1], [0, 1]):
+        gradients = []
+        for ops in (triton_ops, torch_ops):
+            results = ops.bias_dropout_add_layer_norm(*inputs, 0.0, 1.5, 1e-5)
+            loss = sum((results[number] * upstream[number]).sum() for number in used)
+            gradients.append(torch.autograd.grad(loss, inputs, materialize_grads=True))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 9), (1, 1, 5, 9), (2, 3, 5, 9), (2, 1, 5, 1)])
@@ -252,6 +269,6 @@ def test_slices_of_a_vocabulary_give_the_result_of_the_whole(predictions: int, d
 def test_the_meta_device_saves_the_same_tensors_and_launches_nothing() -> None:
     x = torch.empty(8, 64, device="meta", requires_grad=True)
     weight = torch.empty(64, device="meta", requires_grad=True)
-    y = triton_ops.bias_dropout_add_layer_norm(x, weight, x, weight, weight, 0.1, 1.0, 1e-5)
+    _, y = triton_ops.bias_dropout_add_layer_norm(x, weight, x, weight, weight, 0.1, 1.0, 1e-5)
     triton_ops.bias_gelu_dropout(y, weight, 0.1).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape and weight.grad is not None

@@ -31,7 +31,7 @@ def main() -> None:
     if checkpoint is not None:
         engine.restore(checkpoint, checkpoint.scalars)
         cursor = Cursor(checkpoint.progress.epoch, checkpoint.progress.epoch_update)
-    report = train(engine, parity_loader(directory, world), world, first, last, cursor)
+    report = train(engine, parity_loader(directory, world, engine_name), world, first, last, cursor)
     end: Cursor = report["cursor"]
     scalars = engine.scalars()
     if world.is_main:

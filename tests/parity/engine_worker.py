@@ -1,9 +1,10 @@
 """One rank of a world that trains a small model under several engines in turn.
 
 Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
-ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. The output is JSON:
-for each engine the losses, gradient norms and all weights after some updates, and the same for a run that was probed,
-stopped half-way, probed again and restored.
+ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If $JOINED is 1,
+queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each engine the losses,
+gradient norms and all weights after some updates, and the same for a run that was probed, stopped half-way, probed
+again and restored.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed.utils.nvtx
+import torch
 
-from deepspeed_nmt.data.loader import Cursor
+from deepspeed_nmt.data.loader import Cursor, Update
+from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.selftest import models
 from deepspeed_nmt.selftest.models import Saved, build, train
@@ -25,24 +30,53 @@ from tests.support import parity_loader
 
 UPDATES = 20
 STOPPED, RESUMED = 4, 8
+REPEATS = 32  # a power of two, so that the factor on the loss is exact
+
+
+def lost_in_sums(engine: Engine, update: Update) -> float:
+    """Return the relative error of the gradient of equal micro-batches, compared with that of one of them.
+
+    Adam's first moment is 0.1 g after the first update, and 0.09 g + 0.1 h after the second.
+    """
+    moments = []
+    for repeats in (1, REPEATS):
+        engine.update(update.micro_batches[:1] * repeats, update.target_tokens * repeats, 0.0)
+        states = {state.name: state.moments["exp_avg"].clone() for state in engine.state()}
+        moments.append(states["decoder.layers.0.feed_forward.up_proj.weight"])
+    g, h = 10 * moments[0], 10 * (moments[1] - 0.9 * moments[0])
+    return float((h - g).norm() / g.norm())
 
 
 def main() -> None:
     deepspeed.utils.nvtx.enable_nvtx = False  # ZeRO-3 would spend much of its time on markers for a profiler
+    if os.environ.get("JOINED") == "1":
+        Kernels.joins_products = lambda self, x: torch.is_grad_enabled()  # type: ignore[method-assign]
+    # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
+    torch.compile = partial(torch.compile, backend="aot_eager")
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
     directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     case = models.self_tests()[method]
     shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}
     case = replace(case, settings={**case.settings, "model": shape})
     models.self_tests = lambda: {method: case}
-    loader = parity_loader(directory, world)
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
+        loader = parity_loader(directory, world, engine_name)
         engine = build(method, engine_name, world, directory)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
+        report[engine_name]["hooked_in_layers"] = sum(
+            bool(part._forward_pre_hooks)
+            for layer in engine.module.model.all_layers()
+            for part in layer.modules()
+            if part is not layer
+        )
         del report[engine_name]["cursor"]
         report[engine_name]["weights"] = {s.name: s.weight.flatten().tolist() for s in engine.parameters()}
         engine.close()
+        if method == "vanilla" and ":" in engine_name and world.tensor_ranks == 1:
+            engine = build(method, engine_name, world, directory)
+            report[engine_name]["lost_in_sums"] = lost_in_sums(engine, next(loader.updates(Cursor(), 1)))
+            engine.close()
         # Stop half-way, restore the state in a new engine, and continue. Dropout is on: its masks must be the same.
         ends = []
         for resume in (False, True):

@@ -21,6 +21,7 @@ HALF, END = 10, 20
 Layout = tuple[str, int, int]
 ONE: Layout = ("plain", 1, 1)
 ZERO2: Layout = ("zero2", 2, 1)
+PACKED: Layout = ("plain+packed", 2, 1)
 TENSOR: Layout = ("zero1+recompute", 2, 2)
 
 Segment = Callable[[Layout, int, int, Path | None], tuple[list[float], Path]]
@@ -49,7 +50,8 @@ def segment(tmp_path_factory: pytest.TempPathFactory) -> Segment:
     ("before", "after"),
     [
         (ZERO2, ("zero3", 4, 1)),
-        (ZERO2, ONE),
+        (ZERO2, ("plain+packed", 1, 1)),
+        (PACKED, ("zero2", 2, 1)),
         (ZERO2, ("zero3+recompute", 4, 2)),
         (TENSOR, ONE),
         (TENSOR, ("zero0", 2, 1)),

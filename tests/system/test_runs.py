@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole") / "run"
     assert train(data, run, *SMALL) == 0
     return run
+
+
+def test_a_run_goes_on_with_compiled_layers(
+    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    settings = [*SMALL, "engine.compile=layers", "training.max_updates=14"]
+
+    def fail(function: object) -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    assert train(data, run, *settings) == 2
+    assert "fails on cpu: No working C++ compiler found; install a C++ compiler" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    assert train(data, run, *settings) == 0
+    assert "compiled layers" in (run / "logs" / "rank-0.log").read_text()
+    assert json.loads((run / "resolved.json").read_text())["compile"] == "layers"
+    assert json.loads((whole / "resolved.json").read_text())["compile"] == "off"
+    assert weights(run, 14).keys() == weights(whole, 12).keys()
+    assert len(Translator.open(run, device="cpu").translate(["a b"])) == 1
 
 
 def test_files_and_metrics_of_a_run(whole: Path) -> None:

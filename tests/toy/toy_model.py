@@ -25,6 +25,7 @@ from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import ModelConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.cache import DecoderCache, KeysValues
 from deepspeed_nmt.nn.embedding import Projection, TokenEmbedding
 from deepspeed_nmt.nn.layers import Draw, MakeDecoderLayer
@@ -65,7 +66,13 @@ class ToyModel(TranslationModel):
         return [], []
 
     @override
-    def encode(self, source_BS: Tensor, padded: bool = True, exits: Sequence[int] | None = None) -> Memory:
+    def encode(
+        self,
+        source_BS: Tensor,
+        padded: bool = True,
+        exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
+    ) -> Memory:
         real_BS1 = source_BS.ne(self.pad).unsqueeze(2)
         bag_BD = (self.embedding(source_BS) * real_BS1).sum(dim=1) / real_BS1.sum(dim=1)
         return Memory(bag_BD.unsqueeze(1), self.source_mask(source_BS, padded))
@@ -77,6 +84,7 @@ class ToyModel(TranslationModel):
         memory: Memory,
         draw: Draw | None = None,
         exits: Sequence[int] | None = None,
+        segments: Segments | None = None,
     ) -> list[Tensor]:
         embedded_BTD = self.embedding(target_input_BT)
         count_T1 = torch.arange(1, embedded_BTD.shape[1] + 1, device=embedded_BTD.device).unsqueeze(1)

@@ -192,7 +192,7 @@ def test_the_fusion_scale_keeps_the_scale_of_bert(folders: tuple[Path, Path], to
         model = loaded("bert_parallel", folders, tokenizer.vocabulary, f"model.fusion_scale={scale}")
         layer = model.decoder.layers[0]
         seen: list[Tensor] = []
-        layer.fusion_residual.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        layer.fusion_residual.norm.register_forward_hook(lambda module, inputs, output: seen.append(output[1]))
         memory = model.encode(data.source_BS)
         state = layer(model.target_embedding(data.target_input_BT), Context(memory.mask, memory.states_BSD))
         return layer, float((state / seen[0]).mean())

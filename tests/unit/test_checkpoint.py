@@ -57,7 +57,7 @@ def newest(store: CheckpointStore) -> Checkpoint:
 
 
 def test_a_saved_checkpoint_is_restored(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_SHARD_BYTES", 30)  # several shards
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 30)  # several shards
     assert store.newest() is None
     save(store, 7)
     found = newest(store)
@@ -115,7 +115,7 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
         raise store_module.SafetensorError("No space left on device") if isinstance(error, str) else error
 
     monkeypatch.setattr(store_module, "save_file", full)
-    monkeypatch.setattr(store_module, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(store_module, "SHARD_BYTES", 1)
     seen: list[str] = []
     with pytest.raises(OSError, match="No space left"):
         store.save(progress(2, best=2), EngineScalars(), states(2.0, seen))

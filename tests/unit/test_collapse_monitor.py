@@ -112,7 +112,7 @@ def test_the_replica_copies_the_parameters_once_for_an_update() -> None:
             self.asked += 1
             return iter(())
 
-        update = state = scalars = restore = probe = None  # type: ignore[assignment]
+        update = scalars = restore = probe = _gather = _moments_of = None  # type: ignore[assignment]
 
     engine = Counting()
     config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)

@@ -314,3 +314,9 @@ def test_a_point_is_printed_without_options_of_a_plan(options: list[str], capsys
 
 def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == settings_reference()
+
+
+def test_off_is_the_word_although_yaml_reads_it_as_false(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("engine:\n  compile: off\n", encoding="utf-8")
+    assert load_config(file=tmp_path / "run.yaml").engine.compile == "off"
+    assert load_config("multi30k_tiny", settings=["engine.compile=off"]).engine.compile == "off"

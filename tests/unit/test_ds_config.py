@@ -39,6 +39,18 @@ def test_each_file_is_completed_and_nothing_stays_auto(name: str) -> None:
     assert completed["fp16"]["enabled"] is (name == "v100_fp16")
 
 
+def test_gradients_are_added_in_fp32_and_one_rank_overlaps_nothing() -> None:
+    for name in ("zero1", "zero2", "zero3"):
+        content = load_ds_config(name)
+        alone, several = (complete_ds_config(content, ranks=n, clip_norm=1.0, precision="bf16") for n in (1, 4))
+        assert alone["data_types"] == several["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert several["zero_optimization"]["overlap_comm"] and not alone["zero_optimization"]["overlap_comm"]
+        assert content["zero_optimization"]["overlap_comm"], "the file's content is not changed"
+    chosen = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}
+    completed = complete_ds_config(chosen, ranks=4, clip_norm=1.0, precision="bf16")
+    assert completed["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
 def test_a_path_works_as_well_as_a_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')

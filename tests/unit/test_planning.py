@@ -21,7 +21,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning import planner
-from deepspeed_nmt.planning.advice import GIB, advise
+from deepspeed_nmt.planning.advice import GIB, Plan, advise, plan_for
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import (
     Layout,
@@ -32,6 +32,7 @@ from deepspeed_nmt.planning.memory import (
     interpolated,
     state_bytes,
 )
+from deepspeed_nmt.planning.table import as_table
 from deepspeed_nmt.planning.tally import Tally
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.run.resolve import resolve_recomputation
@@ -199,14 +200,46 @@ def test_bytes_of_each_parameter() -> None:
         return {part: size / 1000 for part, size in found.items()}
 
     assert by_parameter(stage=None, bits=32) == {"weights": 4, "gradients": 4, "optimizer": 8, "buffers": 0}
-    assert by_parameter(stage=1) == {"weights": 2, "gradients": 2, "optimizer": 3, "buffers": 1}
-    assert by_parameter(stage=2) == {"weights": 2, "gradients": 0.5, "optimizer": 3, "buffers": 1}
+    assert by_parameter(stage=None, bits=16) == {"weights": 2, "gradients": 4, "optimizer": 12, "buffers": 0}
+    assert by_parameter(stage=1) == {"weights": 2, "gradients": 4, "optimizer": 3, "buffers": 1}
+    assert by_parameter(stage=2) == {"weights": 2, "gradients": 1, "optimizer": 3, "buffers": 1}
     assert by_parameter(stage=3)["weights"] == 0.5
     frozen = state_bytes(100, 900, Layout(2, 4, zero={"reduce_bucket_size": 0}))
     assert frozen["weights"] == 2000 and frozen["optimizer"] == 300
     offloaded = {"reduce_bucket_size": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert by_parameter(stage=3, zero=offloaded)["optimizer"] == 0
     assert by_parameter(stage=3, zero=offloaded)["weights"] == 0
+
+
+def test_validation_has_a_copy_in_the_precision_of_training_where_activations_were() -> None:
+    def plan(activations: int, **layout: object) -> Plan:
+        made = Layout(**{"stage": 3, "ranks": 8, "zero": {"reduce_bucket_size": 0}, **layout})  # type: ignore[arg-type]
+        return plan_for(lambda tokens, recompute: Work(tokens, activations, 0, 1), 1000, 200, made, 512, (0, 0))
+
+    small, large = plan(100), plan(10_000)
+    assert small.parts["validation"] == large.parts["validation"] == 2 * 1200
+    assert large.total - small.total == 10_000 - 2400
+    assert plan(100, bits=32).parts["validation"] == 4 * 1200
+    files = 4 * 1200 + 8 * 1000
+    assert small.host == 2 * 1200 + files + 4 * 200, "the copy in 16 bit, a checkpoint, and frozen weights"
+    assert small.host_ranks == 8 and small.host_sum == 8 * (4 * 1200 + 4 * 200), "the model in fp32 on each rank"
+    fp32 = plan(100, bits=32, ranks=16)
+    assert fp32.host_ranks == 8 and fp32.host_sum == 8 * (4 * 1200 + 4 * 200) + files
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert plan(100, zero=offload).host == small.host + 16 * 1000 // 8 + 2 * 1200 // 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(1, ["a rank"]), (4, ["a rank", "4 ranks"]), (16, ["a rank", "8 ranks"])]
+)
+def test_a_table_of_plans_has_the_memory_of_a_host(ranks: int, rows: list[str]) -> None:
+    made = Layout(stage=2, ranks=ranks, bits=16, zero={"reduce_bucket_size": 0})
+    plan = plan_for(lambda tokens, recompute: Work(tokens, 0, 0, 1), GIB, 0, made, 512, (0, 0))
+    table = as_table({"advised": plan}, [], 32768, Gpu("some", 80, 100.0), "")
+    found = [line.split()[1:] for line in table.splitlines() if line.startswith("host,")]
+    assert [" ".join(words[:-1]) for words in found] == rows
+    assert found[0][-1] == "4.00" and found[-1][-1] == f"{4 * min(ranks, 8)}.00"
+    assert ("(a host is assumed to have 8 GPUs)" in table) == (ranks > 8)
 
 
 def test_advice_is_the_fastest_plan_that_fits() -> None:
@@ -247,7 +280,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--gpu", "v100-16g", "--num-gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] > 0 and found["advised"]["fits"]
-    assert sum(found["advised"]["bytes"].values()) == 2 * found["advised"]["bytes"]["total"]
+    *parts, total = found["advised"]["bytes"].values()
+    assert total == sum(parts) - parts[-1], "activations are larger than the copy for validation"
     assert any(word.startswith("batch.micro_tokens=") for word in found["advice"])
     assert main([*words, "--gpu", "some:0.5", "--num-gpus", "8", "engine.tensor_parallel=2"]) == 0
     text = capsys.readouterr().out

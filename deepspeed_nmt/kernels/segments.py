@@ -1,0 +1,238 @@
+"""Sentences end to end in one row of tokens, and attention within each of them.
+
+The packed layout has no padding between sentences. Everything but attention works on tokens, whatever sentence they
+belong to. The rest of a row, its *tail*, fills it to a constant size: it counts for nothing, and no gradient comes
+from it.
+
+Attention within sentences is computed in one of two ways:
+
+- By ``torch.nn.attention.varlen`` (FlashAttention with cumulative lengths), on GPUs from sm_80 up in 16 bit. It
+  supports causal and cross-attention, where queries and keys have different lengths, and head widths up to 256 that
+  are multiples of 8, but no dropout of attention weights. FlexAttention, the alternative, supports no dropout
+  either, has to be compiled, and needs a block mask for each micro-batch, which is made on the device; so it offers
+  nothing that varlen lacks here.
+- By rows: queries and keys are copied into a padded row for each sentence, and the results copied back. This works
+  on every device, with dropout, and is the reference for tests.
+
+Legend: P rows, B sentences, N positions of a row, L positions of the longest sentence, H heads, K head width,
+M positions of the keys' row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The bounds of the sentences in a row. All rows of a tensor have the same.
+
+    Attributes:
+        starts: position of the first token of each sentence, of the tail, and after the last; int32 (B + 2,).
+        positions: place of each token in its sentence, from 0; int64 (N,).
+        longest: L.
+        widest: bound on the number of tokens of every sentence and of the tail; a power of two, so that there are few
+            values of it.
+    """
+
+    starts: Tensor
+    positions: Tensor
+    longest: int
+    widest: int
+    _bounds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int) -> Segments:
+        """Return the segments of a row.
+
+        Args:
+            lengths: tokens of each sentence, one sentence or more.
+            size: tokens of the row, at least one more than the sentences have.
+        """
+        total, longest = sum(lengths), max(lengths)
+        assert total < size
+        starts = np.cumsum([0, *lengths, size - total], dtype=np.int32)
+        positions = np.concatenate([np.arange(length) for length in (*lengths, size - total)])
+        # The tail's positions only have to exist.
+        positions[total:] %= longest
+        widest = 1 << (max(longest, size - total) - 1).bit_length()
+        return cls(torch.from_numpy(starts), torch.from_numpy(positions), longest, widest)
+
+    def __len__(self) -> int:
+        return self.starts.shape[0] - 2
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> Segments:
+        """Return the segments with tensors that ``move`` has copied, for example to another device."""
+        return Segments(move(self.starts), move(self.positions), self.longest, self.widest)
+
+    @cached_property
+    def real_positions(self) -> Tensor:
+        """Bool, True for the positions of a padded row that its sentence has. Shape: -> (B,L)."""
+        lengths_B = self.starts[1:-1] - self.starts[:-2]
+        return torch.arange(self.longest, device=self.starts.device) < lengths_B.unsqueeze(1)
+
+    def to_rows(self, x: Tensor, dim: int) -> Tensor:
+        """Copy tokens into a padded row for each sentence; padding repeats the tokens that follow.
+
+        Shape: (..., N, ...) -> (..., B, L, ...), with N at dimension ``dim``
+        """
+        found = x.index_select(dim, self._token_of_place.flatten())
+        return found.view(*x.shape[:dim], *self._token_of_place.shape, *x.shape[dim + 1 :])
+
+    def from_rows(self, x: Tensor, dim: int) -> Tensor:
+        """Copy padded rows back into one row of tokens, the reverse of :meth:`to_rows`; the tail repeats a token.
+
+        Shape: (..., B, L, ...) -> (..., N, ...), with B at dimension ``dim``
+        """
+        return x.flatten(dim, dim + 1).index_select(dim, self._place_of_token)
+
+    def bounds(self, rows: int) -> Tensor:
+        """Return the first position of each sentence and tail of P equal rows, end to end, and after the last.
+
+        Shape: -> int32 (P (B + 1) + 1,)
+        """
+        if rows == 1:
+            return self.starts
+        if torch.compiler.is_compiling():  # compiled code cannot keep them, and computes them in one kernel
+            return self._bounds_of(rows)
+        if rows not in self._bounds:
+            self._bounds[rows] = self._bounds_of(rows)
+        return self._bounds[rows]
+
+    def _bounds_of(self, rows: int) -> Tensor:
+        size = self.positions.shape[0]
+        first_P1 = torch.arange(rows, dtype=torch.int32, device=self.starts.device).unsqueeze(1) * size
+        return torch.cat([(first_P1 + self.starts[:-1]).flatten(), self.starts[-1:] * rows])
+
+    @cached_property
+    def _token_of_place(self) -> Tensor:
+        """Position in the row of each position of the padded rows."""
+        steps = torch.arange(self.longest, device=self.starts.device)
+        return (self.starts[:-2].long().unsqueeze(1) + steps).clamp(max=self.positions.shape[0] - 1)
+
+    @cached_property
+    def _place_of_token(self) -> Tensor:
+        """Position in the padded rows, end to end, of each position of the row."""
+        tokens = torch.arange(self.positions.shape[0], device=self.starts.device, dtype=self.starts.dtype)
+        sentence_N = torch.searchsorted(self.starts[1:-1], tokens, right=True)
+        place_N = sentence_N * self.longest + self.positions
+        return torch.where(sentence_N < len(self), place_N, 0)
+
+
+class SegmentPair(NamedTuple):
+    """The sentences of queries and keys, equally many. Each query sees the keys of its own sentence."""
+
+    queries: Segments
+    keys: Segments
+
+
+Mask = Tensor | SegmentPair | None
+"""Keys that attention sees: bool, broadcastable to (B,H,T,S), True where a query sees a key; or those of the same
+sentence; None: all."""
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], Tensor]
+"""Attention over padded rows, of (queries, keys, values, mask, causal, dropout_p)."""
+
+
+def mask_between(queries: Segments | None, keys: Tensor | Segments | None) -> Mask:
+    """Return the mask for attention from targets to sources, or within either.
+
+    Args:
+        queries: sentences of the queries; None in the padded layout.
+        keys: sentences of the keys; or in the padded layout a bool mask of them, or None.
+    """
+    if not isinstance(keys, Segments):
+        return keys
+    assert queries is not None, "queries and keys must have the same layout"
+    return SegmentPair(queries, keys)
+
+
+def attention_by_rows(
+    q_PHNK: Tensor,
+    k_PHMK: Tensor,
+    v_PHMK: Tensor,
+    pair: SegmentPair,
+    causal: bool,
+    dropout_p: float,
+    attention: Attention,
+) -> Tensor:
+    """Compute attention within sentences, each in a padded row.
+
+    Args:
+        q_PHNK: queries.
+        k_PHMK: keys.
+        v_PHMK: values.
+        pair: sentences of both.
+        causal: each query sees its own position and those before; queries and keys must have the same sentences.
+        dropout_p: probability of dropping an attention weight.
+        attention: computes attention over padded rows.
+
+    Shape: (P,H,N,K), (P,H,M,K), (P,H,M,K) -> (P,H,N,K)
+    """
+    rows, heads, _, width = q_PHNK.shape
+
+    def padded(x_PHNK: Tensor, segments: Segments) -> Tensor:
+        return segments.to_rows(x_PHNK, 2).transpose(1, 2).flatten(0, 1)
+
+    # Sources are padded on the right, so that causal attention sees no padding.
+    mask_XHTS = None if causal else pair.keys.real_positions[:, None, None, :].repeat(rows, 1, 1, 1)
+    q_XHLK, (k_XHSK, v_XHSK) = padded(q_PHNK, pair.queries), (padded(x, pair.keys) for x in (k_PHMK, v_PHMK))
+    out_XHLK = attention(q_XHLK, k_XHSK, v_XHSK, mask_XHTS, causal, dropout_p)
+    out_PHBLK = out_XHLK.view(rows, len(pair.queries), heads, -1, width).transpose(1, 2)
+    return pair.queries.from_rows(out_PHBLK, 2)
+
+
+def attention_by_varlen(q_PHNK: Tensor, k_PHMK: Tensor, v_PHMK: Tensor, pair: SegmentPair, causal: bool) -> Tensor:
+    """Compute attention within sentences by ``varlen_attn``; arguments as in :func:`attention_by_rows`."""
+    rows, heads, size, width = q_PHNK.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_PHNK, k_PHMK, v_PHMK))
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
+
+    bounds_q, bounds_k = (each.bounds(rows) for each in pair)
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
+    if _takes_is_causal():
+        options = {"is_causal": causal}
+    out = varlen_attn(q, k, v, bounds_q, bounds_k, pair.queries.widest, pair.keys.widest, **options)
+    assert isinstance(out, Tensor)
+    return out.view(rows, size, heads, width).transpose(1, 2)
+
+
+def has_varlen(x: Tensor, dropout_p: float) -> bool:
+    """Return True if :func:`attention_by_varlen` supports such queries of (..., K) on their device."""
+    if x.device.type != "cuda" or dropout_p > 0.0 or x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    width = x.shape[-1]
+    return width % 8 == 0 and width <= 256 and _is_supported(x.device)
+
+
+def _is_supported(device: torch.device) -> bool:
+    return _has_module() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_is_causal() -> bool:
+    """Return True if torch's function has an argument for causal attention, as its first version had."""
+    return "is_causal" in _parameters()
+
+
+CONSTANTS = (_is_supported, _takes_is_causal)
+"""Facts about a machine, which compiled code cannot look up: its compiler calls them once."""
+
+
+@cache
+def _has_module() -> bool:
+    return find_spec("torch.nn.attention.varlen") is not None
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)

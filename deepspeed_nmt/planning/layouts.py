@@ -1,0 +1,96 @@
+"""Micro-batches that each layout of batches makes of a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_nmt.data.batching import BatchConfig, EpochUpdates, Lengths, check_lengths, cut_update, epoch_updates
+from deepspeed_nmt.data.packing import pack_update, row_sizes
+
+_SAMPLED_UPDATES = 50
+"""Updates that are cut in either layout."""
+
+
+@dataclass(frozen=True)
+class Yield:
+    """Micro-batches of a layout.
+
+    Attributes:
+        layout: padded or packed.
+        micro_batches: of a rank in an update, on average.
+        tokens: of both sides of a micro-batch, on average.
+        empty: share of positions that hold padding or the tail of a row.
+        shapes: number of different shapes among the micro-batches of the sample.
+    """
+
+    layout: str
+    micro_batches: float
+    tokens: float
+    empty: float
+    shapes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layout}: {self.micro_batches:.1f} micro-batches of {self.tokens:,.0f} tokens an update and rank, "
+            f"{self.empty:.1%} of positions empty, {self.shapes} shape{'s' if self.shapes > 1 else ''}"
+        )
+
+
+def yields(source: Lengths, target: Lengths, config: BatchConfig, seed: int, ranks: int) -> list[Yield]:
+    """Return the yields of the padded and of the packed layout, from updates of the first epoch.
+
+    Args:
+        source: source lengths, EOS included. Shape: (sentences,)
+        target: target lengths, EOS included. Shape: (sentences,)
+        config: sizes of batches.
+        seed: seed of the run.
+        ranks: number of data-parallel ranks.
+
+    Raises:
+        ConfigError: if a sentence does not fit into a micro-batch.
+    """
+    check_lengths(source, target, config)
+    updates = epoch_updates(source, target, seed, 0, config.update_tokens)
+    # The last update of an epoch is what is left.
+    sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // _SAMPLED_UPDATES))
+    return [
+        _yield(layout, _rows(layout, updates, sample, source, target, config, ranks), len(sample) * ranks)
+        for layout in ("padded", "packed")
+    ]
+
+
+_Shape = tuple[int, int, int]
+"""Rows, and positions of a source's and a target's row."""
+
+
+def _rows(
+    layout: str,
+    updates: EpochUpdates,
+    sample: range,
+    source: Lengths,
+    target: Lengths,
+    config: BatchConfig,
+    ranks: int,
+) -> list[tuple[_Shape, int]]:
+    """Return the shape of each micro-batch of the sample, and its tokens."""
+    found: list[tuple[_Shape, int]] = []
+    sizes = row_sizes(updates, source, target, ranks, config) if layout == "packed" else None
+    for number in sample:
+        if sizes is not None:
+            packed = pack_update(updates[number], source, target, ranks, config, sizes)
+            for part in (each for parts in packed for each in parts):
+                tokens = int(source[part.sentences].sum() + target[part.sentences].sum())
+                found.append(((1, part.source, part.target), tokens))
+        else:
+            cut = cut_update(updates[number], source, target, ranks, config)
+            for group in (each for groups in cut for each in groups if len(each)):
+                s, t = source[group], target[group]
+                found.append(((len(group), int(s.max()), int(t.max())), int(s.sum() + t.sum())))
+    return found
+
+
+def _yield(layout: str, found: list[tuple[_Shape, int]], of: int) -> Yield:
+    tokens = sum(each for _, each in found)
+    positions = sum(rows * (source + target) for (rows, source, target), _ in found)
+    shapes = len({shape for shape, _ in found})
+    return Yield(layout, len(found) / of, tokens / len(found), 1.0 - tokens / positions, shapes)

@@ -1,0 +1,117 @@
+"""16-bit training of the plain engine: fp32 masters, fp32 gradients, tied and frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.loader import Cursor, TrainLoader, Update
+from deepspeed_nmt.engine.base import EngineScalars
+from deepspeed_nmt.engine.config import Precision
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.selftest.models import Saved
+from tests.support import random_corpus
+
+WORLD = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
+V = Vocabulary(50)
+
+
+@pytest.fixture(scope="module")
+def update(tmp_path_factory: pytest.TempPathFactory) -> Update:
+    """An update of several micro-batches."""
+    corpus = random_corpus(tmp_path_factory.mktemp("corpus"), 40, 50, 1)
+    batch = BatchConfig(update_tokens=300, micro_tokens=60)
+    first = next(TrainLoader(corpus, batch, 1, 0, 1, V).updates(Cursor(), 1))
+    assert len(first.micro_batches) > 1
+    return first
+
+
+def engine(precision: Precision = "bf16", weights: dict[str, torch.Tensor] | None = None) -> PlainEngine:
+    """Return an engine of a model with tied embeddings and a frozen encoder layer."""
+    torch.manual_seed(1)
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=2, decoder_layers=1, dropout=0.0)
+    model = build_transformer(config, V)
+    model.encoder.layers[0].requires_grad_(False)
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
+    optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], eps=1e-9)
+    return PlainEngine(module, optimizer, 0.0, precision, WORLD)
+
+
+def weights_of(made: PlainEngine) -> dict[str, torch.Tensor]:
+    """Return copies of the weights that an engine saves."""
+    return {state.name: state.weight.clone() for state in made.parameters()}
+
+
+def steps(made: PlainEngine, update: Update, lr: float, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Repeat an update and yield the saved weights after each."""
+    for _ in range(count):
+        made.update(update.micro_batches, update.target_tokens, lr)
+        yield weights_of(made)
+
+
+def test_masters_take_steps_that_sixteen_bits_round_away(update: Update) -> None:
+    made = engine()
+    name = "decoder.final_norm.weight"  # ones, whose neighbours in bf16 are 2^-8 and 2^-7 away
+    working = dict(made.module.model.named_parameters())[name]
+    after = list(steps(made, update, 1e-4, 5))
+    assert working.dtype == torch.bfloat16 and bool((working == 1.0).all())
+    moved = [(weights[name] - 1.0).abs().max().item() for weights in after]
+    assert moved == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 5e-4], rel=0.1)
+    *_, last = steps(made, update, 1e-3, 10)
+    assert torch.equal(working, last[name].bfloat16()) and not bool((working == 1.0).all())
+
+
+def test_state_is_fp32_and_resumes_to_the_bit(update: Update) -> None:
+    made = engine()
+    list(steps(made, update, 1e-3, 3))
+    saved, scalars = Saved(made.state()), made.scalars()
+    assert scalars == EngineScalars(3, 1.0, 0)
+    trained = [state for state in made.state() if state.moments]
+    assert {t.dtype for state in trained for t in (state.weight, *state.moments.values())} == {torch.float32}
+    resumed = engine(weights=saved.weights)
+    resumed.restore(saved, scalars)
+    for ours, theirs in zip(steps(made, update, 1e-3, 3), steps(resumed, update, 1e-3, 3), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_frozen_weights_are_saved_as_they_were_and_tied_ones_stay_tied(update: Update) -> None:
+    made = engine()
+    before = weights_of(engine("fp32"))
+    *_, after = steps(made, update, 1e-3, 2)
+    frozen = [name for name in before if name.startswith("encoder.layers.0.")]
+    assert frozen and all(torch.equal(before[name], after[name]) for name in frozen)
+    model = made.module.model
+    assert model.target_embedding.weight is model.projection.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_gradients_of_micro_batches_are_added_in_fp32(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    parts: list[torch.Tensor] = []
+    weight = made.module.model.decoder.layers[0].feed_forward.up_proj.weight
+    weight.register_hook(lambda gradient: parts.append(gradient.clone()))
+    found: list[torch.Tensor] = []
+    step = made._optimizer.step
+
+    def look() -> None:
+        masters = dict(zip(made._named, made._optimizer.param_groups[0]["params"], strict=True))
+        found.append(masters["decoder.layers.0.feed_forward.up_proj.weight"].grad.clone())
+        step()
+
+    monkeypatch.setattr(made._optimizer, "step", look)
+    made.update(update.micro_batches, update.target_tokens, 1e-3)
+    assert len(parts) == len(update.micro_batches) and parts[0].dtype == torch.bfloat16
+    total = torch.stack([part.float() for part in parts]).sum(0)
+    torch.testing.assert_close(found[0], total, rtol=1e-6, atol=0)
+    assert not torch.equal(found[0], found[0].bfloat16().float())
+    assert weight.grad is None
