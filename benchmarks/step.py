@@ -13,6 +13,7 @@ optimisation, but for the last:
     foreach Adam      foreach instead of fused AdamW
     torch's dropout   one random number for each element
     all logits        projection, softmax and loss as separate operations on all tokens
+    BLAS              products by torch's BLAS, where a trial chose oneDNN
     bf16              16-bit weights with fp32 masters, which only CPUs that multiply bf16 in hardware gain from
 """
 
@@ -38,7 +39,7 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.plain import PlainEngine
-from deepspeed_nmt.kernels import torch_ops
+from deepspeed_nmt.kernels import products, torch_ops
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
 from deepspeed_nmt.methods import label_smoothed
@@ -149,6 +150,13 @@ def all_logits() -> Iterator[None]:
 
 
 @contextmanager
+def blas() -> Iterator[None]:
+    """Multiply matrices by torch's BLAS in the block."""
+    with mock.patch.object(products, "library", lambda: "blas"):
+        yield
+
+
+@contextmanager
 def nothing() -> Iterator[None]:
     """Change nothing in the block."""
     yield
@@ -194,6 +202,7 @@ def main() -> None:
         "foreach Adam": (our_step(fused=False), nothing),
         "torch's dropout": (our_step(), torch_dropout),
         "all logits": (our_step(), all_logits),
+        "BLAS": (our_step(), blas),
         "bf16": (our_step(precision="bf16"), nothing),
     }
     taken: dict[str, list[float]] = {name: [] for name in variants}

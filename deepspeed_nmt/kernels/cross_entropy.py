@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
+from deepspeed_nmt.kernels.products import linear, product
 from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows, VocabularySlice
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 2**30}
@@ -163,14 +164,14 @@ def _in_chunks(
         here = counted & (local >= 0) & (local < held)
         index = torch.where(here, local, 0)
         part = ChunkRows(index, here, weights, smoothing, size, divergence_weight, vocabulary)
-        logits = [F.linear(x, weight_VD, bias_V) for x in chunks]
+        logits = [linear(x, weight_VD, bias_V) for x in chunks]
         result: ChunkResult = kernels.implementation("cross_entropy", logits[0])(logits, part, with_gradient)
         nll_N[start : start + step] = torch.where(counted, result.nll_N, 0.0)
         loss += torch.where(counted, result.loss_N * weights, 0.0).sum()
         if result.divergence_N is not None:
             divergence += torch.where(counted, result.divergence_N * weights, 0.0).sum()
         for number, (x, d_logits) in enumerate(zip(chunks, result.gradients)):  # noqa: B905  # empty without gradients
-            torch.mm(d_logits, weight_VD, out=d_states[number][start : start + step])
+            d_states[number][start : start + step] = product(d_logits, weight_VD)
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=accumulate)
             if d_weight is None:

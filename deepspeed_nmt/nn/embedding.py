@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.feedforward import Activation
 from deepspeed_nmt.nn.fused import UsesKernels
@@ -164,5 +165,5 @@ class Projection(nn.Module, UsesKernels):
         Shape: (..., D) -> (..., V), or that of the result of ``consume``
         """
         if consume is None:
-            return F.linear(states, self.weight, self.bias)
+            return linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, kernels=self.kernels)

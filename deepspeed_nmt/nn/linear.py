@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.nn.fused import UsesKernels
 
 
@@ -36,10 +36,10 @@ class Linear(nn.Linear, UsesKernels):
     def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
         """Project, then apply the epilogue. Shape: (..., D) -> (..., E), or that of the epilogue's result."""
         if then is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         if self.bias is not None and self.kernels.takes_bias(then.operation, x):
-            return then.apply(F.linear(x, self.weight), self.bias)
-        return then.apply(F.linear(x, self.weight, self.bias), None)
+            return then.apply(linear(x, self.weight), self.bias)
+        return then.apply(linear(x, self.weight, self.bias), None)
 
 
 def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
@@ -58,4 +58,4 @@ def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
         weights[0].new_zeros(width) if layer.bias is None else layer.bias
         for layer, width in zip(layers, widths, strict=True)
     ]
-    return torch.split(F.linear(x, torch.cat(weights), torch.cat(biases)), widths, dim=-1)
+    return torch.split(linear(x, torch.cat(weights), torch.cat(biases)), widths, dim=-1)

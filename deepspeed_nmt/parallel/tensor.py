@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues
@@ -141,8 +142,8 @@ def _slice_attention(module: nn.Module, world: World) -> None:
         raise ConfigError(
             f"engine.tensor_parallel must divide the model's heads, but is {world.tensor_ranks} with {heads} heads"
         )
-    for linear in (module.q_proj, module.k_proj, module.v_proj):
-        _slice_columns(linear, world)
+    for layer in (module.q_proj, module.k_proj, module.v_proj):
+        _slice_columns(layer, world)
     _slice_rows(module.out_proj, world)
     _change_class(module, _ParallelAttention, world)
 
@@ -197,7 +198,7 @@ class _RowParallelLinear(Linear):
 
     @override
     def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
-        partial_sum = F.linear(x, self.weight)
+        partial_sum = linear(x, self.weight)
         whole: Tensor = _Sum.apply(partial_sum, self.world.tensor_group)  # type: ignore[no-untyped-call]
         if then is not None:
             return then.apply(whole, self.bias)

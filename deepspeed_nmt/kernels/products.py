@@ -1,0 +1,116 @@
+"""Matrix products on a CPU, by oneDNN where it is faster than the BLAS that torch was built with.
+
+torch multiplies fp32 matrices by its BLAS, which is MKL in the usual builds. On some CPUs, those of AMD among them,
+oneDNN takes half the time for the same products. A short timed trial decides, once for each process.
+
+Legend: N rows, D input width, E output width.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_nmt.errors import ConfigError, shown
+
+ENVIRONMENT = "DEEPSPEED_NMT_CPU_PRODUCTS"
+"""Environment variable that names the library, blas or onednn; auto: the one that a trial finds faster."""
+
+Library = Literal["blas", "onednn"]
+
+_SMALLEST = 1 << 22
+"""Multiplications from which a product is given to oneDNN, whose calls cost more."""
+_FASTER = 1.25
+"""oneDNN must be so many times as fast in the trial: two trials on one machine then choose alike."""
+_TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 512, 512), 5
+
+
+def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b. Shape: (..., D), (E,D), (E,) -> (..., E)."""
+    if not _by_onednn(x, weight_ED):
+        return F.linear(x, weight_ED, bias_E)
+    if torch.is_grad_enabled() and (x.requires_grad or weight_ED.requires_grad):
+        found: Tensor = _Linear.apply(x, weight_ED, bias_E)  # type: ignore[no-untyped-call]
+        return found
+    return _product(x, weight_ED, bias_E)
+
+
+def product(x_ND: Tensor, weight_DE: Tensor) -> Tensor:
+    """Compute x W, without a gradient. Shape: (N,D), (D,E) -> (N,E)."""
+    return _product(x_ND, weight_DE.t()) if _by_onednn(x_ND, weight_DE.t()) else x_ND @ weight_DE
+
+
+@cache
+def library() -> Library:
+    """Return the library for large products in fp32 on this CPU.
+
+    Raises:
+        ConfigError: if the environment variable names another one.
+    """
+    named = os.environ.get(ENVIRONMENT, "auto")
+    if named not in ("auto", "blas", "onednn"):
+        raise ConfigError(f"{ENVIRONMENT} must be auto, blas or onednn, but is {shown(named)}; unset it")
+    if named != "auto":
+        return "onednn" if named == "onednn" else "blas"
+    if not torch.backends.mkldnn.is_available():
+        return "blas"
+    with torch.inference_mode():
+        rows, width, inner = _TRIAL_SHAPE
+        x, weight = torch.ones(rows, inner), torch.ones(width, inner)
+        blas = _seconds(lambda: F.linear(x, weight))
+        onednn = _seconds(lambda: _product(x, weight))
+    return "onednn" if onednn * _FASTER < blas else "blas"
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.numel() * weight.shape[0] >= _SMALLEST
+        and not torch.compiler.is_compiling()
+        and library() == "onednn"
+    )
+
+
+def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Compute x W^T + b by oneDNN. Shape: (..., D), (E,D), (E,) -> (..., E)."""
+    # The operation by which torch's compiler calls oneDNN. It rearranges a weight that is not packed.
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ED, bias_E, "none", [], "")
+    return found
+
+
+def _seconds(multiply: Callable[[], object]) -> float:
+    """Return the least time of a few calls in seconds."""
+    multiply()
+    found = []
+    for _ in range(_TRIAL_ROUNDS):
+        started = time.perf_counter()
+        multiply()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_ED)
+        return _product(x, weight_ED, bias_E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_ED = ctx.saved_tensors
+        (d_out,) = gradients
+        d_out_NE, x_ND = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            product(d_out_NE, weight_ED).view(x.shape) if of_x else None,
+            product(d_out_NE.t(), x_ND) if of_weight else None,
+            d_out_NE.sum(0) if of_bias else None,
+        )
