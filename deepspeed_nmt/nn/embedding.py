@@ -17,7 +17,7 @@ from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.nn.feedforward import Activation
 from deepspeed_nmt.nn.fused import UsesKernels
-from deepspeed_nmt.nn.linear import Linear
+from deepspeed_nmt.nn.linear import Linear, UsesPackedWeights
 from deepspeed_nmt.nn.sublayer import Dropout, LayerNorm
 
 
@@ -143,7 +143,7 @@ class PredictionTransform(nn.Module):
         return normed
 
 
-class Projection(nn.Module, UsesKernels):
+class Projection(nn.Module, UsesKernels, UsesPackedWeights):
     """Projection of decoder states to the vocabulary; the output matrix is often the embedding matrix too.
 
     ``projection(states)`` gives logits. A loss passes a function that consumes states and output matrix without
@@ -164,6 +164,8 @@ class Projection(nn.Module, UsesKernels):
 
         Shape: (..., D) -> (..., V), or that of the result of ``consume``
         """
+        if consume is None and self.packed is not None:
+            return self.packed.of(self)(states)
         if consume is None:
             return linear(states, self.weight, self.bias)
         return consume(states, self.weight, bias=self.bias, kernels=self.kernels)

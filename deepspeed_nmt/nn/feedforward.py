@@ -39,7 +39,7 @@ class FeedForward(nn.Module, UsesKernels):
 
     def inner(self, x: Tensor) -> Tensor:
         """Compute the outputs of the inner units. Shape: (..., D) -> (..., F)."""
-        active: Tensor = self.up_proj(x, Epilogue(f"bias_{self.activation}_dropout", self._activate))
+        active: Tensor = self.up_proj(x, Epilogue(f"bias_{self.activation}_dropout", self._activate, self.activation))
         return active
 
     def _activate(self, product: Tensor, bias: Tensor | None) -> Tensor:

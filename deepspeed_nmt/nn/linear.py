@@ -6,11 +6,12 @@ Legend: D input width, E output width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels.packed import Activation, PackedWeight
 from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.nn.fused import UsesKernels
 
@@ -21,13 +22,88 @@ class Epilogue(NamedTuple):
     Attributes:
         operation: name of a method of :class:`~deepspeed_nmt.kernels.choice.Kernels`.
         apply: takes the product, and a bias that is still to be added, or None.
+        activation: the function that it applies without dropout, for products that can apply it themselves.
+        residual: what it adds without dropout, for products that can add it themselves; None if it is not a plain sum.
+        finish: what it does to that sum; None if it returns it.
     """
 
     operation: str
     apply: Callable[[Tensor, Tensor | None], Tensor]
+    activation: Activation | None = None
+    residual: Tensor | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
 
 
-class Linear(nn.Linear, UsesKernels):
+class Weighted(Protocol):
+    """A module with a weight (E,D), and a bias (E,) or None."""
+
+    weight: Any
+    bias: Any
+
+    def __hash__(self) -> int: ...
+
+
+class PackedWeights:
+    """Weights of a model that are rearranged for decoding on a CPU, each when it is first used.
+
+    Args:
+        int8: True to round them to int8.
+    """
+
+    def __init__(self, int8: bool = False) -> None:
+        self._int8 = int8
+        self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
+        """Return an empty one: a copied model may be given other weights."""
+        return PackedWeights(self._int8)
+
+    def of(self, *layers: Weighted) -> PackedWeight:
+        """Return the weights of layers that multiply the same input, one below the other."""
+        if layers not in self._packed:
+            weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
+            self._packed[layers] = PackedWeight(weight, bias, self._int8)
+        return self._packed[layers]
+
+    def apply(self, layer: Linear, x: Tensor, then: Epilogue | None) -> Tensor:
+        """Project, then apply the epilogue, without dropout. Shape: (..., D) -> that of the epilogue's result."""
+        multiply = self.of(layer)
+        if then is None:
+            return multiply(x)
+        if then.activation is not None:
+            return multiply(x, then.activation)
+        if then.residual is None:
+            return then.apply(multiply(x), None)
+        found = multiply(x, residual=then.residual)
+        return found if then.finish is None else then.finish(found)
+
+
+class UsesPackedWeights:
+    """Mixin of modules that multiply by a weight.
+
+    Attributes:
+        packed: weights to use in its place in eval mode; no part of the module's state; see :func:`pack_weights`.
+    """
+
+    packed: PackedWeights | None = None
+
+
+def pack_weights(model: nn.Module, int8: bool = False) -> None:
+    """Have a model multiply by rearranged weights from now on, for decoding on a CPU.
+
+    The model must be in eval mode. Its weights stay as they are; if they change, call it again.
+
+    Args:
+        model: the model, in fp32 or bf16.
+        int8: True to round the weights to int8.
+    """
+    weights = PackedWeights(int8)
+    for module in model.modules():
+        if isinstance(module, UsesPackedWeights):
+            module.packed = weights
+
+
+class Linear(nn.Linear, UsesKernels, UsesPackedWeights):
     """x W^T + b, followed by an epilogue.
 
     The epilogue runs inside ``forward`` because ZeRO-3 gathers a module's parameters only there.
@@ -35,6 +111,8 @@ class Linear(nn.Linear, UsesKernels):
 
     def forward(self, x: Tensor, then: Epilogue | None = None) -> Tensor:
         """Project, then apply the epilogue. Shape: (..., D) -> (..., E), or that of the epilogue's result."""
+        if self.packed is not None:
+            return self.packed.apply(self, x, then)
         if then is None:
             return linear(x, self.weight, self.bias)
         if self.bias is not None and self.kernels.takes_bias(then.operation, x):
@@ -50,12 +128,16 @@ def project(x: Tensor, *layers: Linear) -> Sequence[Tensor]:
 
     Shape: (..., D) -> (..., E) for each layer
     """
+    if layers[0].packed is not None:
+        return torch.split(layers[0].packed.of(*layers)(x), [layer.out_features for layer in layers], dim=-1)
     if not layers[0].kernels.joins_products(x):
         return [layer(x) for layer in layers]
-    weights: list[Tensor] = [layer.weight for layer in layers]
-    widths = [weight.shape[0] for weight in weights]
+    return torch.split(linear(x, *joined(layers)), [layer.weight.shape[0] for layer in layers], dim=-1)
+
+
+def joined(layers: Sequence[Weighted]) -> tuple[Tensor, Tensor]:
+    """Return weights and biases of layers as those of one, with zeros for a missing bias."""
     biases: list[Tensor] = [
-        weights[0].new_zeros(width) if layer.bias is None else layer.bias
-        for layer, width in zip(layers, widths, strict=True)
+        layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias for layer in layers
     ]
-    return torch.split(linear(x, torch.cat(weights), torch.cat(biases)), widths, dim=-1)
+    return torch.cat([layer.weight for layer in layers]), torch.cat(biases)

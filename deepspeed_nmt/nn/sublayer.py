@@ -126,11 +126,13 @@ class Residual(nn.Module, UsesKernels):
                 then.
         """
         joins = "bias_dropout_add_layer_norm"
+        # Without dropout, and if nobody watches the output, this is a plain sum.
+        residual = x if self.watch is None and self.alpha == 1.0 else None
         if self.style != "pre":
-            return Epilogue(joins, lambda output, bias: self.add(x, output, bias))
+            return Epilogue(joins, lambda output, bias: self.add(x, output, bias), None, residual, self.norm)
         if following is not None and self.kernels.takes_bias(joins, x):
             return Epilogue(joins, lambda output, bias: self._add_and_norm(x, output, bias, following))
-        return Epilogue("bias_dropout_add", lambda output, bias: self.add(x, output, bias))
+        return Epilogue("bias_dropout_add", lambda output, bias: self.add(x, output, bias), None, residual)
 
     def add(self, x: Tensor, output: Tensor, bias: Tensor | None = None) -> Tensor:
         """Add the sub-layer's output, plus its bias, to its input. Shape: (..., D), (..., D), (D,) -> (..., D)."""
