@@ -27,6 +27,7 @@ from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
 from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, warn_of_form
 from deepspeed_nmt.search.translate import Translation, translate_lines
@@ -78,6 +79,7 @@ class Translator:
         encoder_layers: int | None = None,
         decoder_layers: int | None = None,
         detokenise: str | None = None,
+        precision: str = "auto",
         **search: Any,
     ) -> Translator:
         """Open a run, or an ensemble of runs.
@@ -91,12 +93,13 @@ class Translator:
             decoder_layers: number of the decoder's first layers (or loops) to use; None for all.
             detokenise: language code of the translations, from which Moses' tokens are removed; "" for the language
                 that the run records; None to keep the form of the text that it was trained on.
+            precision: auto, fp32, bf16, fp16 (GPUs) or int8 (CPUs). auto: 16 bit on a GPU, fp32 on a CPU.
             search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
                 search.
 
         Raises:
-            ConfigError: if the runs cannot be opened or combined, an exit or a setting is unknown, or there is no GPU
-                for ``device="cuda"``.
+            ConfigError: if the runs cannot be opened or combined, an exit or a setting is unknown, there is no GPU
+                for ``device="cuda"``, or the device does not have the precision.
             CheckpointError: if the checkpoint does not exist or is damaged.
         """
         where = torch.device("cpu")
@@ -107,6 +110,7 @@ class Translator:
         _check_type("exit", exit, (str, type(None)), "the name of an exit")
         for name, layers in (("encoder_layers", encoder_layers), ("decoder_layers", decoder_layers)):
             _check_type(name, layers, (int, type(None)), "a whole number")
+        numbers = resolve_precision(precision, where)
         _check_type("detokenise", detokenise, (str, type(None)), "a language code")
         runs = [Run.open(path, option("run")) for path in _paths(run)]
         _check_ensemble(runs)
@@ -114,7 +118,8 @@ class Translator:
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
         settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
         models = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
-        model = (models[0] if len(models) == 1 else Ensemble(models).eval()).to(where)
+        model = models[0] if len(models) == 1 else Ensemble(models).eval()
+        prepare_to_decode(model, where, numbers)
         longest = min(each.max_source_tokens for each in runs)
         return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form)
 

@@ -89,6 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16", "fp16", "int8"), default="auto",
+        help="auto: 16 bit on a GPU, fp32 on a CPU; int8 is the fastest on a CPU (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             encoder_layers=arguments.encoder_layers,
             decoder_layers=arguments.decoder_layers,
             detokenise=arguments.detokenise,
+            precision=arguments.precision,
             name=arguments.rerank and arguments.rerank.replace("-", "_"),
             **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
         )

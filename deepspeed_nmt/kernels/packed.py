@@ -1,8 +1,8 @@
 """Matrix products of few rows on a CPU, with weights that are rearranged once.
 
 A decoder multiplies a few rows by the same weights, one position after another. torch's BLAS rearranges the weights
-in every call, which takes longer than the product. oneDNN and FBGEMM take weights that are rearranged already, in fp32,
-bf16 or int8.
+in every call, which takes longer than the product. oneDNN and FBGEMM take weights that are rearranged already, in
+fp32, bf16 or int8.
 
 In int8 each row of a weight has a scale of its own. The input is quantised in each call, with one scale for all rows
 of the batch. So a translation depends in its last digits on the sentences that are translated with it.
@@ -32,7 +32,7 @@ _engine = Lock()
 
 def obstacle(precision: str) -> str | None:
     """Return the reason for which weights cannot be packed in this precision here, or None."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this build of torch has no oneDNN"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU does not multiply bf16 in hardware"

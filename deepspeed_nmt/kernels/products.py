@@ -29,7 +29,7 @@ _SMALLEST = 1 << 22
 """Multiplications from which a product is given to oneDNN, whose calls cost more."""
 _FASTER = 1.25
 """oneDNN must be so many times as fast in the trial: two trials on one machine then choose alike."""
-_TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 512, 512), 5
+_TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 256, 256), 5
 
 
 def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -59,7 +59,7 @@ def library() -> Library:
         raise ConfigError(f"{ENVIRONMENT} must be auto, blas or onednn, but is {shown(named)}; unset it")
     if named != "auto":
         return "onednn" if named == "onednn" else "blas"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "blas"
     with torch.inference_mode():
         rows, width, inner = _TRIAL_SHAPE

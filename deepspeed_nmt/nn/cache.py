@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.kernels.segments import Mask
+
 _BLOCK = 64
 """Least number of positions by which a self-attention cache grows."""
 
@@ -45,6 +47,8 @@ class Ancestry:
         self.sentences = 0
         self.positions = 0
         self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
+        self._seen_BWP: Tensor | None = None
+        self._additive: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def advance(self, rows: int, device: torch.device) -> None:
         """Add a position for each row, from which only that row descends."""
@@ -54,6 +58,9 @@ class Ancestry:
         own_WW = torch.eye(rows // self.sentences, dtype=torch.bool, device=device)
         self._mask_RP = torch.cat([self._mask_RP, own_WW.repeat(self.sentences, 1)], dim=1)
         self.positions = self._mask_RP.shape[1]
+        # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
+        one_each = rows == self.sentences
+        self._seen_BWP = None if one_each else self._mask_RP.view(self.sentences, 1, -1, self.positions)
 
     def select(self, rows_R: Tensor, sentences: int) -> None:
         """Continue the hypotheses ``rows_R``."""
@@ -62,10 +69,21 @@ class Ancestry:
 
     def mask(self) -> Tensor | None:
         """Return the mask for attention, bool (B,1,W,P); None if every hypothesis descends from all positions."""
-        if self._mask_RP.shape[0] == self.sentences:
-            # One hypothesis per sentence: greedy, or the first step. All cached positions are its own.
-            return None
-        return self._mask_RP.view(self.sentences, 1, -1, self.positions)
+        return self._seen_BWP
+
+    def additive(self, mask: Tensor, of_source: bool, dtype: torch.dtype) -> Tensor:
+        """Return a mask as numbers to be added to scores, 0 or -inf, computed once for all layers.
+
+        Args:
+            mask: bool, True where a hypothesis sees a position.
+            of_source: True for the source's mask, False for that of the target.
+            dtype: of the scores.
+        """
+        known = self._additive.get(of_source)
+        if known is None or known[0] is not mask:
+            numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            known = self._additive[of_source] = mask, numbers
+        return known[1]
 
 
 class SourceCache:
@@ -102,7 +120,7 @@ class LayerCache:
         self.length = 0
         self._ancestry = ancestry
         self._positions = 0
-        self._buffer: KeysValues | None = None
+        self._buffer: Tensor | None = None  # keys and values, (2,B,H,P,K)
 
     def append(self, new: KeysValues) -> tuple[KeysValues, Tensor | None]:
         """Append the keys and values of the newest position of each hypothesis.
@@ -115,33 +133,70 @@ class LayerCache:
         """
         rows, heads, length, width = new.keys.shape
         assert length == 1, "a decoder advances one position at a time"
-        if self._positions == self._ancestry.positions:  # The first layer of this step.
-            self._ancestry.advance(rows, new.keys.device)
-        start, end = self._positions, self._ancestry.positions
-        if self._buffer is None or end > self._buffer.keys.shape[2]:
-            self._grow(new.keys, end)
-        assert self._buffer is not None
-        keys, values = self._buffer.keys[:, :, :end], self._buffer.values[:, :, :end]
-        sentences = self._ancestry.sentences
-        keys[:, :, start:] = new.keys.view(sentences, -1, heads, width).transpose(1, 2)
-        values[:, :, start:] = new.values.view(sentences, -1, heads, width).transpose(1, 2)
-        self._positions = end
-        self.length += 1
-        return KeysValues(keys, values), self._ancestry.mask()
+        known, newest = self._advance(rows, heads, width, new.keys)
+        newest[0] = new.keys.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
+        newest[1] = new.values.view(self._ancestry.sentences, -1, heads, width).transpose(1, 2)
+        return KeysValues(known[0], known[1]), self._ancestry.mask()
+
+    def append_joint(self, new_R1E: Tensor, width: int) -> tuple[KeysValues, Tensor | None]:
+        """Append as :meth:`append` does.
+
+        Args:
+            new_R1E: the keys of all heads, then the values, E = 2 H K.
+            width: K.
+
+        Returns:
+            Keys and values of all positions of each sentence, and a mask, 0 or -inf, (B,1,W,P); None if every
+            hypothesis sees all.
+
+        Shape: (R,1,E) -> (B,H,P,K)
+        """
+        rows, _, both = new_R1E.shape
+        known, newest = self._advance(rows, both // (2 * width), width, new_R1E)
+        newest.copy_(new_R1E.view(self._ancestry.sentences, -1, 2, both // (2 * width), width).permute(2, 0, 3, 1, 4))
+        mask = self._ancestry.mask()
+        additive = None if mask is None else self._ancestry.additive(mask, False, new_R1E.dtype)
+        return KeysValues(known[0], known[1]), additive
+
+    def additive(self, mask: Mask, dtype: torch.dtype) -> Tensor | None:
+        """Return the source's mask, bool (B,1,1,S), as numbers to be added to scores; None for None."""
+        if mask is None:
+            return None
+        assert isinstance(mask, Tensor), "a decoder that advances by positions reads padded sources"
+        return self._ancestry.additive(mask, True, dtype)
 
     def select(self, sentences_B: Tensor) -> None:
         """Keep the sentences ``sentences_B`` of the target's part."""
         if self._buffer is not None:
-            self._buffer = self._buffer.select(sentences_B)
+            self._buffer = self._buffer.index_select(1, sentences_B)
 
-    def _grow(self, like: Tensor, end: int) -> None:
-        capacity = end + max(_BLOCK, end // 2)
-        _, heads, _, width = like.shape
-        keys, values = (like.new_empty(self._ancestry.sentences, heads, capacity, width) for _ in range(2))
-        if self._buffer is not None:
-            keys[:, :, : self._positions] = self._buffer.keys[:, :, : self._positions]
-            values[:, :, : self._positions] = self._buffer.values[:, :, : self._positions]
-        self._buffer = KeysValues(keys, values)
+    def _advance(self, rows: int, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Make room for a position of each hypothesis.
+
+        Args:
+            rows: hypotheses, R.
+            heads: H.
+            width: K.
+            like: a tensor of the same device and dtype.
+
+        Returns:
+            All keys and values, the newest still to be written, and those of the newest alone.
+
+        Shape: -> (2,B,H,P,K), (2,B,H,W,K)
+        """
+        if self._positions == self._ancestry.positions:  # The first layer of this step.
+            self._ancestry.advance(rows, like.device)
+        start, end = self._positions, self._ancestry.positions
+        if self._buffer is None or end > self._buffer.shape[3]:
+            sentences = self._ancestry.sentences
+            larger = like.new_empty(2, sentences, heads, end + max(_BLOCK, end // 2), width)
+            if self._buffer is not None:
+                larger[:, :, :, :start] = self._buffer[:, :, :, :start]
+            self._buffer = larger
+        self._positions = end
+        self.length += 1
+        known = self._buffer[:, :, :, :end]
+        return known, known[:, :, :, start:]
 
 
 class DecoderCache:

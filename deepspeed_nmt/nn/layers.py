@@ -16,6 +16,7 @@ from deepspeed_nmt.kernels.segments import Mask
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.feedforward import FeedForward
+from deepspeed_nmt.nn.linear import UsesPackedWeights
 from deepspeed_nmt.nn.sublayer import Residual
 
 
@@ -211,7 +212,7 @@ class CrossAttending(nn.Module):
         return None
 
 
-class DecoderLayer(CrossAttending):
+class DecoderLayer(CrossAttending, UsesPackedWeights):
     """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
 
     Without ``cross_attention`` and ``cross_residual`` it has two sub-layers, and does not read the source.
@@ -239,6 +240,8 @@ class DecoderLayer(CrossAttending):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
+        if self.packed is not None and cache is not None:
+            return self.packed.step(self)(x_BTD, context, cache)
         following = self.cross_residual or self.feed_forward_residual
         x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, context, cache, following)
         x_BTD = self.cross(x_BTD, context, cache)

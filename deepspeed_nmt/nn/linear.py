@@ -6,14 +6,18 @@ Legend: D input width, E output width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.packed import Activation, PackedWeight
 from deepspeed_nmt.kernels.products import linear
+from deepspeed_nmt.nn.decoding import DecoderStep
 from deepspeed_nmt.nn.fused import UsesKernels
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.nn.layers import DecoderLayer
 
 
 class Epilogue(NamedTuple):
@@ -23,7 +27,7 @@ class Epilogue(NamedTuple):
         operation: name of a method of :class:`~deepspeed_nmt.kernels.choice.Kernels`.
         apply: takes the product, and a bias that is still to be added, or None.
         activation: the function that it applies without dropout, for products that can apply it themselves.
-        residual: what it adds without dropout, for products that can add it themselves; None if it is not a plain sum.
+        residual: what it adds without dropout, for products that can add it themselves; None if not a plain sum.
         finish: what it does to that sum; None if it returns it.
     """
 
@@ -53,6 +57,7 @@ class PackedWeights:
     def __init__(self, int8: bool = False) -> None:
         self._int8 = int8
         self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
+        self._steps: dict[nn.Module, DecoderStep] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
@@ -64,6 +69,13 @@ class PackedWeights:
             weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
             self._packed[layers] = PackedWeight(weight, bias, self._int8)
         return self._packed[layers]
+
+    def step(self, layer: DecoderLayer) -> DecoderStep:
+        """Return the step of a decoder layer with its packed weights."""
+        step = self._steps.get(layer)
+        if step is None:
+            step = self._steps[layer] = DecoderStep(layer, self)
+        return step
 
     def apply(self, layer: Linear, x: Tensor, then: Epilogue | None) -> Tensor:
         """Project, then apply the epilogue, without dropout. Shape: (..., D) -> that of the epilogue's result."""
@@ -97,7 +109,15 @@ def pack_weights(model: nn.Module, int8: bool = False) -> None:
         model: the model, in fp32 or bf16.
         int8: True to round the weights to int8.
     """
-    weights = PackedWeights(int8)
+    _use(model, PackedWeights(int8))
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Have a model multiply by its own weights again."""
+    _use(model, None)
+
+
+def _use(model: nn.Module, weights: PackedWeights | None) -> None:
     for module in model.modules():
         if isinstance(module, UsesPackedWeights):
             module.packed = weights

@@ -17,6 +17,7 @@ from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search import SearchConfig
+from deepspeed_nmt.search.precision import packed_weights
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.search.translate import translate_lines
 from deepspeed_nmt.train.replica import Replica
@@ -84,7 +85,8 @@ class ModelValidator:
         with self._replica.at(update) as model:
             values = self._loss(model)
             if self._scorer.metrics:
-                scores = self._scorer(self._translations(model))
+                with packed_weights(model, self._world.device):
+                    scores = self._scorer(self._translations(model))
                 values |= {validation_tag(name): score for name, score in scores.items()}
         best, loss = self._best, values[validation_tag("loss")]
         if best is None:  # losses, which are not rounded, decide alone

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import ClassVar, Literal
 
@@ -33,11 +34,6 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.search.base import Hypothesis
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
-
-_BLOCK = 64
-"""Logits in a block, of which only the largest is looked at first."""
-_CACHE_ELEMENTS = 1 << 20
-"""Logits summed at once on a CPU: 4 MiB."""
 
 
 class BeamSettings(SearchConfig):
@@ -112,6 +108,8 @@ class BeamSearch:
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
+        never = {vocabulary.pad, vocabulary.bos, *(() if model.mask is None else (model.mask,))}
+        self._never = sorted(never)
 
     @torch.inference_mode()
     def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
@@ -168,36 +166,23 @@ class BeamSearch:
 
         Args:
             live: unfinished hypotheses.
-            logits_RV: logits of their next tokens; overwritten.
+            logits_RV: logits of their next tokens.
             closing: for each sentence, True if only EOS may follow.
         """
-        eos, pad, bos = self.vocabulary.eos, self.vocabulary.pad, self.vocabulary.bos
+        eos = self.vocabulary.eos
         sentences, width = live.log_prob_BW.shape
-        wanted = 2 * self.config.beam
-        logits_RV = logits_RV.float()
-        log_sum_R1 = _log_sum_exp(logits_RV)
-        eos_log_prob_R1 = logits_RV[:, eos : eos + 1] - log_sum_R1
-        logits_RV[:, pad] = -torch.inf
-        logits_RV[:, bos] = -torch.inf
-        if self.model.mask is not None:
-            logits_RV[:, self.model.mask] = -torch.inf
-        best_RC, token_RC = _top(logits_RV, min(wanted, logits_RV.shape[1]))
-        log_prob_RC = best_RC - log_sum_R1
+        log_prob_RV = torch.log_softmax(logits_RV.float(), dim=1)
+        log_prob_RV[:, self._never] = -torch.inf
         if any(closing):
-            closing_R1 = torch.tensor(closing, device=logits_RV.device).repeat_interleave(width).unsqueeze(1)
-            only_first = F.pad(eos_log_prob_R1, (0, log_prob_RC.shape[1] - 1), value=-torch.inf)
-            log_prob_RC = torch.where(closing_R1, only_first, log_prob_RC)
-            token_RC = token_RC.masked_fill(closing_R1, eos)
-        each = log_prob_RC.shape[1]
-        log_prob_BN = (live.log_prob_BW.view(-1, 1) + log_prob_RC).view(sentences, width * each)
-        token_BN = token_RC.reshape(sentences, width * each)
-        missing = wanted - width * each
-        if missing > 0:
-            log_prob_BN = F.pad(log_prob_BN, (0, missing), value=-torch.inf)
-            token_BN = F.pad(token_BN, (0, missing), value=eos)
-        log_prob_BC, index_BC = log_prob_BN.topk(wanted, dim=1)
-        parent_BC = (index_BC // each).clamp_(max=width - 1)  # a filled-up extension has no parent
-        token_BC = token_BN.gather(1, index_BC)
+            closing_R = torch.tensor(closing, device=logits_RV.device).repeat_interleave(width)
+            eos_R = log_prob_RV[:, eos].clone()
+            log_prob_RV.masked_fill_(closing_R.unsqueeze(1), -torch.inf)
+            log_prob_RV[:, eos] = eos_R
+        log_prob_RV += live.log_prob_BW.view(-1, 1)
+        each = log_prob_RV.shape[1]
+        log_prob_BC, index_BC = _top(log_prob_RV.view(sentences, width * each), each, 2 * self.config.beam)
+        parent_BC = torch.div(index_BC, each, rounding_mode="floor")
+        token_BC = index_BC - parent_BC * each
         return _Extensions(log_prob_BC, parent_BC, token_BC, token_BC == eos)
 
     def _ended(self, live: _Live, extensions: _Extensions, length: int) -> Iterator[tuple[int, Hypothesis]]:
@@ -237,37 +222,36 @@ class BeamSearch:
         return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[: self.config.beam]
 
 
-def _log_sum_exp(logits_RV: Tensor) -> Tensor:
-    """Compute the log of the sum of exponentials of each row.
+def _top(x_BN: Tensor, period: int, k: int) -> tuple[Tensor, Tensor]:
+    """Find the ``k`` largest entries of each row and their indices, largest first.
 
-    Together with a few logits, this replaces a log-softmax. On a CPU a few rows are processed at a time, whose
-    intermediate results stay in the cache, which is twice as fast.
+    The ``k`` blocks with the largest maxima hold them all, so only those blocks are searched. On a CPU with a
+    vocabulary of 8,000 this is three times as fast as searching whole rows.
 
-    Shape: (R,V) -> (R,1)
+    Args:
+        x_BN: the entries.
+        period: a number that divides N; blocks divide it.
+        k: entries to find. If there are fewer, the last one found has no value: -inf at index 0.
+
+    Shape: (B,N) -> (B,k), (B,k)
     """
-    rows, vocabulary = logits_RV.shape
-    at_once = max(1, _CACHE_ELEMENTS // vocabulary) if logits_RV.device.type == "cpu" else rows
-    return torch.cat([part.logsumexp(dim=1, keepdim=True) for part in torch.split(logits_RV, at_once)])
+    rows, entries = x_BN.shape
+    if k > entries:
+        values, index = _top(x_BN, period, entries)
+        return F.pad(values, (0, k - entries), value=-torch.inf), F.pad(index, (0, k - entries))
+    size = _block_size(period)
+    if size == 1 or entries // size < 2 * k:
+        return x_BN.topk(k, dim=1)
+    blocked = x_BN.view(rows, -1, size)
+    block_Bk = blocked.amax(dim=2).topk(k, dim=1, sorted=False).indices
+    first_Bk1 = block_Bk.unsqueeze(2)
+    inside = blocked.gather(1, first_Bk1.expand(-1, -1, size)).flatten(1)
+    values, chosen = inside.topk(k, dim=1)
+    return values, block_Bk.gather(1, chosen // size) * size + chosen % size
 
 
-def _top(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the ``k`` largest entries of each row and their indices, in no particular order.
-
-    The ``k`` blocks with the largest maxima hold them all, so only those blocks and the entries after the last whole
-    block are searched. On a CPU with V = 10,000 this is twice as fast as searching whole rows.
-
-    Shape: (R,V) -> (R,k), (R,k)
-    """
-    blocks = logits_RV.shape[1] // _BLOCK
-    if blocks < 4 * k:
-        values, indices = logits_RV.topk(k, dim=1, sorted=False)
-        return values, indices
-    whole = blocks * _BLOCK
-    blocked = logits_RV[:, :whole].view(-1, blocks, _BLOCK)
-    block_Rk = blocked.amax(dim=2).topk(k, dim=1, sorted=False).indices
-    inside = torch.arange(_BLOCK, device=logits_RV.device)
-    index_RN = (block_Rk.unsqueeze(2) * _BLOCK + inside).flatten(1)
-    rest = torch.arange(whole, logits_RV.shape[1], device=logits_RV.device)
-    index_RN = torch.cat([index_RN, rest.expand(index_RN.shape[0], -1)], dim=1)
-    values, chosen = logits_RV.gather(1, index_RN).topk(k, dim=1, sorted=False)
-    return values, index_RN.gather(1, chosen)
+@cache
+def _block_size(period: int) -> int:
+    """Return the divisor of a number that is nearest to 64, from 16 to 256; 1 if there is none."""
+    divisors = [size for size in range(16, 257) if period % size == 0]
+    return min(divisors, key=lambda size: abs(size - 64), default=1)

@@ -18,7 +18,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search import SEARCHES, Hypothesis
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, _log_sum_exp, _top
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, _top
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 from tests.support import batch_of
 
@@ -300,13 +300,18 @@ def test_a_damaged_model_is_named() -> None:
 @pytest.mark.parametrize("vocab_size", [50, 64 * 80, 64 * 80 + 17])
 def test_the_vocabulary_is_searched_whole(vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
-    logits_RV = torch.randn(300, vocab_size)
-    logits_RV[:40, -12:] += 10.0  # the best tokens are after the last whole block
-    values, indices = _top(logits_RV, 10)
-    expected = logits_RV.topk(10, dim=1)
-    assert torch.equal(values.sort(dim=1, descending=True).values, expected.values)
-    assert torch.equal(logits_RV.gather(1, indices), values)
-    torch.testing.assert_close(_log_sum_exp(logits_RV), logits_RV.logsumexp(dim=1, keepdim=True))
+    x_BN = torch.randn(80, 4 * vocab_size)
+    x_BN[:10, -12:] += 10.0
+    values, indices = _top(x_BN, vocab_size, 10)
+    expected = x_BN.topk(10, dim=1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(x_BN.gather(1, indices), values)
+
+
+def test_the_best_entries_of_fewer_than_wanted_are_followed_by_none() -> None:
+    values, indices = _top(torch.tensor([[1.0, 3.0, 2.0]]), 3, 5)
+    assert values.tolist() == [[3.0, 2.0, 1.0, -torch.inf, -torch.inf]]
+    assert indices.tolist() == [[1, 2, 0, 0, 0]]
 
 
 def test_settings_are_checked() -> None:

@@ -1,0 +1,75 @@
+"""The precision in which a model decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
+from deepspeed_nmt.kernels import packed
+from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
+"""Precisions in which a model can be asked to decode."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return the precision that is meant on a device.
+
+    Args:
+        precision: one of PRECISIONS; auto: bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU.
+        device: device of the model.
+
+    Raises:
+        ConfigError: if it is unknown, or the device does not have it.
+    """
+    name = option("precision")
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"{name} must be one of {', '.join(PRECISIONS)}, but is {shown(precision)}"
+            f"{did_you_mean(str(precision), PRECISIONS)}"
+        )
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        if precision == "int8" or (precision == "bf16" and not has_bf16):
+            why = (
+                "weights are packed in int8 for CPUs only" if precision == "int8" else "this GPU is older than sm_80"
+            )
+            raise ConfigError(f"{name} must be {'bf16, ' if has_bf16 else ''}fp16 or fp32 here, because {why}")
+        return precision if precision != "auto" else "bf16" if has_bf16 else "fp16"
+    if precision == "auto":
+        return "fp32"
+    reason = "CPUs multiply fp16 slowly" if precision == "fp16" else packed.obstacle(precision)
+    if reason is not None and precision != "fp32":
+        raise ConfigError(f"{name} must be fp32 here, because {reason}; use fp32")
+    return precision
+
+
+def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Bring a model to a device for good, in the precision in which it is to decode.
+
+    Args:
+        model: the model, in eval mode.
+        device: the device.
+        precision: as :func:`resolve_precision` returns it.
+    """
+    model.to(device, _DTYPES[precision])
+    if device.type == "cpu" and packed.obstacle(precision) is None:
+        pack_weights(model, int8=precision == "int8")
+
+
+@contextmanager
+def packed_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model decode with packed weights in the block, if it is on a CPU; its weights must not change there."""
+    if device.type != "cpu" or packed.obstacle("fp32") is not None:
+        yield
+        return
+    pack_weights(model)
+    try:
+        yield
+    finally:
+        unpack_weights(model)

@@ -1,0 +1,105 @@
+"""Decoding with packed weights, and products by oneDNN: the same results as by torch's BLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels import packed, products
+from deepspeed_nmt.kernels.packed import PackedWeight
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn.decoding import DecoderStep
+from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+
+pytestmark = pytest.mark.skipif(packed.obstacle("fp32") is not None, reason=f"{packed.obstacle('fp32')}")
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give all products of these tests to oneDNN."""
+    monkeypatch.setenv(products.ENVIRONMENT, "onednn")
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    products.library.cache_clear()
+    yield
+    products.library.cache_clear()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12)])
+@pytest.mark.usefixtures("onednn")
+def test_products_by_onednn_have_the_results_and_gradients_of_blas(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(1)
+    leaves = [torch.randn(shape), torch.randn(9, 12), *([torch.randn(9)] if bias else [])]
+    leaves = [x.requires_grad_() for x in leaves]
+    upstream = torch.randn(*shape[:-1], 9)
+    found, expected = products.linear(*leaves), F.linear(*leaves)
+    assert found.grad_fn is not None and "Linear" in found.grad_fn.name() and found.grad_fn.name() != "AddmmBackward0"
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(products.ENVIRONMENT, "mkl")
+    products.library.cache_clear()
+    with pytest.raises(ConfigError, match="DEEPSPEED_NMT_CPU_PRODUCTS must be auto, blas or onednn, but is 'mkl'"):
+        products.library()
+    products.library.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_packed_weight_multiplies_activates_and_adds(rows: int, int8: bool) -> None:
+    torch.manual_seed(2)
+    x, weight, bias, residual = (
+        torch.randn(rows, 1, 48),
+        torch.randn(40, 48),
+        torch.randn(40),
+        torch.randn(rows, 1, 40),
+    )
+    multiply, plain = PackedWeight(weight, bias, int8), F.linear(x, weight, bias)
+    scale = 0.03 * float(plain.abs().max()) if int8 else 1e-4
+    with torch.inference_mode():
+        for found, expected in (
+            (multiply(x), plain),
+            (multiply(x, "relu"), plain.relu()),
+            (multiply(x, "gelu"), F.gelu(plain)),
+            (multiply(x, residual=residual), plain + residual),
+            (PackedWeight(weight, None, int8)(x), plain - bias),
+        ):
+            torch.testing.assert_close(found, expected, atol=scale, rtol=0.0)
+
+
+SOURCE_BS = torch.tensor([[5, 9, 11, 4, 2], [7, 6, 2, 0, 0], [8, 2, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "deepnorm"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_translations_with_packed_weights_are_the_same(norm: str, activation: str) -> None:
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=3, norm=norm, activation=activation
+    )
+    vocabulary = Vocabulary(40)
+    model = build_transformer(config, vocabulary).eval()
+    search = BeamSearch(BeamConfig(beam=3), model, vocabulary)
+    plain = search.search(SOURCE_BS)
+    pack_weights(model)
+    steps = []
+    call = DecoderStep.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecoderStep, "__call__", lambda self, *a: steps.append(self) or call(self, *a))
+        again = search.search(SOURCE_BS)
+    assert len(set(steps)) == 3
+    for ours, theirs in zip(again, plain, strict=True):
+        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+        assert [each.score for each in ours] == pytest.approx([each.score for each in theirs], abs=1e-4)
+    assert any(len(found[0].tokens) > 2 for found in plain)
