@@ -3,7 +3,8 @@
 The keys and values of self-attention stay where they were written. When a search copies and drops hypotheses, only a
 small boolean table changes: for each hypothesis, the positions cached for its sentence that it descends from.
 Attention masks a sentence's positions by that table. So the many megabytes of a deep decoder's cache are moved only
-when sentences leave the batch, and the hypotheses of a sentence attend in one operation.
+when sentences leave the batch, or when most positions belong to dropped hypotheses alone, and the hypotheses of a
+sentence attend in one operation.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, H heads, K head width, S source length, P cached
 target positions of a sentence (those of all its hypotheses).
@@ -21,6 +22,8 @@ from deepspeed_nmt.kernels.segments import Mask
 
 _BLOCK = 64
 """Least number of positions by which a self-attention cache grows."""
+_CROWDED = 64
+"""Least number of positions of which dead ones, from which no hypothesis descends any more, are removed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Ancestry:
         self._mask_RP = torch.empty(0, 0, dtype=torch.bool)
         self._seen_BWP: Tensor | None = None
         self._additive: dict[bool, tuple[Tensor, Tensor]] = {}
+        self._crowded = _CROWDED
 
     def advance(self, rows: int, device: torch.device) -> None:
         """Add a position for each row, from which only that row descends."""
@@ -66,6 +70,28 @@ class Ancestry:
         """Continue the hypotheses ``rows_R``."""
         self.sentences = sentences
         self._mask_RP = self._mask_RP.index_select(0, rows_R)
+
+    def clear(self) -> Tensor | None:
+        """Remove dead positions, if there are many and a quarter of them is dead.
+
+        Returns:
+            For each sentence the positions that are kept, in their order, (B,M), M the most that are alive in one
+            sentence; some of the other sentences' are dead. None if nothing is removed.
+        """
+        # On a GPU the host would have to wait for the number.
+        if self.positions < self._crowded or self._mask_RP.device.type != "cpu":
+            return None
+        mask_BWP = self._mask_RP.view(self.sentences, -1, self.positions)
+        alive_BP = mask_BWP.any(dim=1)
+        most = int(alive_BP.sum(dim=1).max())
+        self._crowded = max(_CROWDED, most + most // 2)
+        if 4 * most > 3 * self.positions:
+            return None
+        kept_BM = alive_BP.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
+        kept_BWM = kept_BM.unsqueeze(1).expand(-1, mask_BWP.shape[1], -1)
+        self._mask_RP = mask_BWP.gather(2, kept_BWM).flatten(0, 1)
+        self.positions = most
+        return kept_BM
 
     def mask(self) -> Tensor | None:
         """Return the mask for attention, bool (B,1,W,P); None if every hypothesis descends from all positions."""
@@ -170,6 +196,14 @@ class LayerCache:
         if self._buffer is not None:
             self._buffer = self._buffer.index_select(1, sentences_B)
 
+    def keep(self, kept_BM: Tensor) -> None:
+        """Keep these positions of each sentence. Shape: (B,M)."""
+        if self._buffer is not None:
+            _, _, heads, _, width = self._buffer.shape
+            index = kept_BM[None, :, None, :, None].expand(2, -1, heads, -1, width)
+            self._buffer = self._buffer.gather(3, index)
+            self._positions = kept_BM.shape[1]
+
     def _advance(self, rows: int, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Make room for a position of each hypothesis.
 
@@ -239,3 +273,7 @@ class DecoderCache:
                 layer.select(sentences_B)
             for source in self._sources:
                 source.select(sentences_B)
+        kept_BM = self._ancestry.clear()
+        if kept_BM is not None:
+            for layer in self.layers:
+                layer.keep(kept_BM)

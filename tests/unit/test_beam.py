@@ -16,6 +16,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.nn import cache
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search import SEARCHES, Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, _top
@@ -320,3 +321,25 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ValidationError, match="beam"):
         BeamConfig(beam=0)
     assert isinstance(SEARCHES["beam"].build(SEARCHES["beam"].config(), transformer(1), Vocabulary(24)), BeamSearch)
+
+
+def test_positions_of_dropped_hypotheses_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    source_BS = padded(sources(4, [9, 7, 6, 4]))
+    search = beam_search(transformer(2), beam=4, max_length_extra=20)
+    expected = search.search(source_BS)
+    monkeypatch.setattr(cache, "_CROWDED", 8)
+    shares = []
+    clear = cache.Ancestry.clear
+
+    def watched(ancestry: cache.Ancestry) -> Tensor | None:
+        before = ancestry.positions
+        if (kept := clear(ancestry)) is not None:
+            shares.append(kept.shape[1] / before)
+        return kept
+
+    monkeypatch.setattr(cache.Ancestry, "clear", watched)
+    found = search.search(source_BS)
+    assert shares and max(shares) <= 0.75
+    assert [[each.tokens for each in best] for best in found] == [[each.tokens for each in best] for best in expected]
+    scores = [[each.score for each in best] for best in found]
+    torch.testing.assert_close(scores, [[each.score for each in best] for best in expected], atol=1e-5, rtol=0.0)
