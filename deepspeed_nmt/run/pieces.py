@@ -333,7 +333,7 @@ def source_digest(stream: BufferedReader) -> str:
 
 def _entries(source: BufferedReader, name: str, piece_lines: int) -> Iterator[tuple[int, str]]:
     """Yield the offset of each piece, and the hash of its lines."""
-    skip_byte_order_mark(source, name)
+    skip_byte_order_mark(source)
     offset, before = source.tell(), 0
     lines = raw_lines(source, name, before)
     while True:

@@ -183,7 +183,7 @@ class _Rank:
                 f"{self._work.place.rank} differs from rank 0; if the run is being trained, name the checkpoint"
             )
         deadline = time.monotonic() + _VISIBLE_S
-        while not self._pieces.is_visible():
+        while not self._pieces.is_visible() and not self._work.is_complete():
             if time.monotonic() > deadline:
                 raise DataError(
                     f"{self._pieces.path} must be on a file system that all hosts share, but rank "
@@ -191,6 +191,8 @@ class _Rank:
                 )
             self._work.pause()
         self._translate_all()
+        while not self._work.is_complete():  # a launcher may end all ranks some time after the first
+            self._work.pause()
 
     def _check_lines(self) -> None:
         """Check all lines before any is translated, if the user has asked for it."""
@@ -221,7 +223,11 @@ class _Rank:
         for piece in range(self._first_missing, self._job.pieces):
             if not self._pieces.has(piece) and self._work.claim(f"{piece}, take {take}") == 0:
                 logger.warning("no progress for %.0f s: piece %d is translated by another rank", SILENT_S, piece)
-                self._translate(piece)
+                try:
+                    self._translate(piece)
+                except FileNotFoundError:  # the silent rank has finished it, and the directory was removed
+                    if not self._work.is_complete():
+                        raise
                 return
 
     def _look(self) -> bool:
