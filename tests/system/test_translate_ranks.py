@@ -26,13 +26,9 @@ class Job:
     """A translation that is started repeatedly."""
 
     def __init__(self, run: Path, data: Path, directory: Path) -> None:
-        self.directory, self.target, self.logs = (
-            directory,
-            directory / "out",
-            [directory / "rank0", directory / "rank1"],
-        )
-        source = directory / "text"
-        source.write_text(3 * (data.parent / "text/train.en").read_text(encoding="utf-8"), encoding="utf-8")
+        self.directory, self.target = directory, directory / "out"
+        self.logs = [directory / "rank0", directory / "rank1"]
+        source = data.parent / "text/train.en"
         self.words = ["translate", "--run", str(run), "--input", str(source), "--max-tokens", "64", "--nbest", "2"]
 
     def command(self, target: Path | None = None) -> list[str]:
@@ -82,7 +78,6 @@ def test_ten_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: by
             processes[0].kill()
             if kill % 3 == 0:
                 assert processes[1].wait(30) == 70, "a rank ends when rank 0 is gone"
-                assert "rank 0, or the launcher, has ended" in job.logs[1].read_text() or kill
         finally:
             for process in processes:
                 process.kill()
