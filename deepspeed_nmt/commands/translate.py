@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         layout = files.layout(arguments, source, target)
         if arguments.workers == 1:
             files.take_device(arguments)
-            translator = _translator(arguments)
+            with files.warned_once():
+                translator = _translator(arguments)
         opening = opened.pop_all()
     with opening:
         if arguments.workers > 1:

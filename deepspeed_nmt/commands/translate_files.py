@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
@@ -13,6 +15,7 @@ from pathlib import Path
 from signal import SIGUSR1
 
 from deepspeed_nmt.api import Translator
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.nbest import Candidate
 from deepspeed_nmt.files import is_replaceable, replaces
@@ -106,6 +109,18 @@ def take_device(arguments: argparse.Namespace) -> None:
     here = place()
     if here.ranks > 1 and uses_cuda(arguments.device, "--device"):
         take_gpu(here.local_rank)
+
+
+@contextmanager
+def warned_once() -> Iterator[None]:
+    """Let only rank 0 log warnings of the block, which are the same on all ranks."""
+    level = logger.level
+    if place().rank:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def written(arguments: argparse.Namespace, line: int, translations: Sequence[Translation]) -> str:

@@ -146,12 +146,15 @@ class SharedWork:
             self._ask(lambda: self._store.set("ended", str(status)))
 
     def _leave(self) -> None:
-        """Wait until all ranks are about to leave, but not for long: one may be lost."""
-        left = self.claim("leaving") + 1
+        """Wait until all ranks are about to leave, but not for long: one may be lost. Rank 0 leaves last."""
         deadline = time.monotonic() + _LEAVE_S
-        while left < self.place.ranks and time.monotonic() < deadline:
-            time.sleep(_POLL_S / 4)
-            left = int(self._ask(lambda: self._store.add("claimed/leaving", 0)))
+        with suppress(RuntimeError):  # the store is gone
+            left = self._store.add("leaving", 1)
+            while left < self.place.ranks and time.monotonic() < deadline:
+                time.sleep(_POLL_S / 4)
+                left = self._store.add("leaving", 0)
+            if self.is_main and self.place.ranks > 1:
+                time.sleep(_POLL_S)
 
     def _ask(self, request: Callable[[], T]) -> T:
         """Make a request to the store.

@@ -101,20 +101,27 @@ def translate_in_pieces(translator: Translator, file: FileToTranslate, written: 
     try:
         with SharedWork.join(place()) as work:
             rank = _Rank(work, pieces, translator, file, written)
-            rank.lead() if work.is_main else rank.follow()
+            try:
+                rank.lead() if work.is_main else rank.follow()
+            except (Interrupted, ReportedError) as end:
+                if work.is_main and _is_stop(end):  # before a launcher ends this rank because another one has ended
+                    by = end.signal.name if isinstance(end, Interrupted) else "a request to another rank"
+                    logger.info("stopped by %s; %s; start the same command again to resume", by, _kept(pieces))
+                raise
     except (Interrupted, ReportedError) as end:
-        status = end.status if isinstance(end, ReportedError) else EXIT_STOPPED
-        if status != EXIT_STOPPED:
+        if not _is_stop(end):
             raise
-        if place().rank == 0:
-            by = end.signal.name if isinstance(end, Interrupted) else "a request to another rank"
-            logger.info("stopped by %s; %s; start the same command again to resume", by, _kept(pieces))
-        return status
+        return EXIT_STOPPED
     except OSError:
         if pieces.path.exists():
             logger.info("%s; the same command resumes there", _kept(pieces))
         raise
     return 0
+
+
+def _is_stop(end: Interrupted | ReportedError) -> bool:
+    """Return True if a translation has ended on request, on this rank or another."""
+    return isinstance(end, Interrupted) or end.status == EXIT_STOPPED
 
 
 def _description(translator: Translator, file: FileToTranslate) -> dict[str, Any]:

@@ -21,8 +21,8 @@ def test_a_translation_on_two_nodes_is_stopped_and_preempted_and_ends_as_alone(
     for name, value in {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setitem(cluster.environment, name, value)
     source, target, log = tmp_path / "text", tmp_path / "text.hyp", tmp_path / "job.log"
-    source.write_text(10 * (data.parent / "text/train.en").read_text(encoding="utf-8"), encoding="utf-8")
-    words = ["--run", str(trained), "--input", str(source), "--max-tokens", "256"]
+    source.write_text(5 * (data.parent / "text/train.en").read_text(encoding="utf-8"), encoding="utf-8")
+    words = ["--run", str(trained), "--input", str(source), "--max-tokens", "256", "--beam", "1"]
     nodes = ["--nodes", "2", "--ntasks-per-node", "1", "--output", "job.log"]
     script = [str(ROOT / "launch/translate.sbatch"), *words, "--output", str(target)]
     job = cluster.submit(*nodes, *script, cwd=tmp_path)
@@ -46,7 +46,7 @@ def test_a_translation_on_two_nodes_is_stopped_and_preempted_and_ends_as_alone(
     assert cluster.ended(job, 150) == "COMPLETED", log.read_text()[-5000:]
     said = log.read_text()
     assert cluster.job(job, "Restarts") == "2", said
-    assert "stopped by SIGUSR1; " in said and "stopped by SIGTERM; " in said
+    assert "stopped by SIGUSR1; " in said and "stopped by SIGTERM; " in said, said
     assert said.count("resumes: ") == 2 and said.count(" (2 tasks), ") == 3
     assert main(["translate", *words, "--output", str(tmp_path / "alone.hyp")]) == 0
     assert target.read_bytes() == (tmp_path / "alone.hyp").read_bytes()
