@@ -6,6 +6,7 @@ import errno
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,21 @@ def test_any_number_of_ranks_writes_the_same(
     in_ranks(monkeypatch, ranks, lambda rank: statuses.append(translate(translator, source)))
     assert statuses == [0] * ranks and source.with_name("target").read_text() == expected
     assert caplog.text.count("its end is not translated") == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_is_late_finds_the_work_complete(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+
+    def work(rank: int) -> None:
+        while rank == 1 and not (source.with_name("target").exists() and len(list(source.parent.iterdir())) == 2):
+            time.sleep(0.01)
+        statuses.append(translate(translator, source))
+
+    in_ranks(monkeypatch, 2, work)
+    assert statuses == [0, 0] and source.with_name("target").read_text() == expected
 
 
 @pytest.mark.timeout(20)
