@@ -72,22 +72,25 @@ def _work(environment: dict[str, str], target: Callable[[T], int], argument: T) 
 
 def _supervise(processes: Sequence[Any]) -> int:
     """Wait until all workers have ended or one has failed, and return the exit status."""
-    while running := [process for process in processes if process.exitcode is None]:
-        wait([process.sentinel for process in running])
-        for process in running:
-            if process.exitcode is not None and process.exitcode < 0:
-                name = signal.Signals(-process.exitcode).name
+    while True:
+        codes = [process.exitcode for process in processes]  # once: a worker can end at any moment
+        for process, code in zip(processes, codes, strict=True):
+            if code is not None and code < 0:
                 logger.error(
                     "stopped: %s of %d was killed by %s; start again to resume, with fewer if memory has run out",
                     process.name,
                     len(processes),
-                    name,
+                    signal.Signals(-code).name,
                 )
                 return EXIT_RANK_LOST
-        if any(process.exitcode for process in processes):
+        if any(codes):
             _stop(processes, ask=False)
-    # The first to fail has a reason, and those that it ended have its status.
-    return next((process.exitcode for process in processes if process.exitcode), 0)
+            # The first to fail has a reason, and those that it ended have its status.
+            return int(next(filter(None, codes)))
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        if not running:
+            return 0
+        wait(running)
 
 
 def _stop(processes: Sequence[Any], ask: bool = True) -> None:

@@ -107,15 +107,17 @@ def test_a_request_to_one_rank_stops_all_and_they_resume(job: Job, alone: bytes)
 
 
 @pytest.mark.timeout(200)
-def test_workers_of_one_host(job: Job, alone: bytes) -> None:
+def test_workers_of_one_host(job: Job, alone: bytes, request: pytest.FixtureRequest) -> None:
     def start() -> subprocess.Popen[str]:
         with job.logs[0].open("w") as log:
-            return subprocess.Popen(
+            started = subprocess.Popen(
                 [sys.executable, *job.command(), "--workers", "2"],
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stderr=log,
                 text=True,
             )
+        request.addfinalizer(started.kill)  # its workers notice
+        return started
 
     def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
         children = psutil.Process(process.pid).children()
