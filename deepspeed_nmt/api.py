@@ -29,7 +29,7 @@ from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, warn_of_form
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, warn_of_form
 from deepspeed_nmt.search.translate import Translation, translate_lines
 from deepspeed_nmt.text import TextForm, warn_of_missing_rules
 
@@ -48,6 +48,7 @@ class Translator:
         max_source_tokens: default of :meth:`stream`.
         detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
         text: form of the text that the model was trained on; None if it is not known.
+        weights: hash of the weights of each model.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Translator:
         max_source_tokens: int = MAX_SOURCE_TOKENS,
         detokenise: TextForm | None = None,
         text: TextForm | None = None,
+        weights: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -67,6 +69,7 @@ class Translator:
         self.max_source_tokens = max_source_tokens
         self.detokenise = detokenise
         self.text = TextForm() if text is None else text
+        self.weights = list(weights)
 
     @classmethod
     def open(
@@ -117,11 +120,13 @@ class Translator:
         text = None if detokenise is None else _form(runs[0], detokenise)
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
         settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
-        models = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
+        loaded = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
+        models = [model for model, _ in loaded]
+        weights = [digest for _, digest in loaded]
         model = models[0] if len(models) == 1 else Ensemble(models).eval()
         prepare_to_decode(model, where, numbers)
         longest = min(each.max_source_tokens for each in runs)
-        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form)
+        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, weights)
 
     def translate(
         self,
@@ -172,6 +177,8 @@ class Translator:
         advance: Callable[[int], object] = lambda more: None,
         max_source_tokens: int | None = None,
         strict: bool = False,
+        counts: SourceCounts | None = None,
+        before: int = 0,
     ) -> Iterator[list[Translation]]:
         """Yield the ``nbest`` best translations of each sentence, best first, in bounded memory.
 
@@ -184,15 +191,19 @@ class Translator:
             max_source_tokens: longest sentence, in tokens without EOS; the model may have a lower bound. None: 1024,
                 or the longest sentence that the run was trained on if that is longer.
             strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
+            counts: record of what there is to warn of, for a piece of a text whose warnings are made for the whole
+                text. None to log warnings.
+            before: number of sentences of the text before these.
 
         Raises:
             ConfigError: if a number is out of range, or ``sentences`` is something else.
             DataError: if a sentence is too long, and ``strict`` is True.
         """
+        lines = _checked(sentences)
         found = translate_lines(
             self.model,
             self.tokenizer,
-            warn_of_form(_checked(sentences), self.text),
+            warn_of_form(lines, self.text) if counts is None else lines,
             self.search,
             max_tokens=max_tokens,
             buffer_lines=buffer_lines,
@@ -201,6 +212,8 @@ class Translator:
             advance=advance,
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
+            counts=counts,
+            before=before,
         )
         return found if self.detokenise is None else _detokenised(found, self.detokenise)
 
@@ -351,13 +364,15 @@ def _check_ensemble(runs: Sequence[Run]) -> None:
 
 def _model(
     run: Run, checkpoint: str, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
-) -> TranslationModel:
-    """Return a run's model, cut at an exit; a side without a number of layers keeps all of them.
+) -> tuple[TranslationModel, str]:
+    """Return a run's model, cut at an exit, and the hash of its weights.
+
+    A side without a number of layers keeps all of them.
 
     Raises:
         ConfigError: if the run has no such exit.
     """
-    model = run.model(checkpoint)
+    model, digest = run.loaded(checkpoint)
     name = exit or TOP
     if encoder_layers is not None or decoder_layers is not None:
         counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
@@ -368,4 +383,4 @@ def _model(
         raise ConfigError(f"{run.path}: {error}") from error
     if not run.trained_at(name, model.stages):
         logger.warning("%s was not trained at exit %s; expect bad translations", run.path, name)
-    return cut
+    return cut, digest

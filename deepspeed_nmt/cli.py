@@ -89,6 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.settings += rest  # argparse accepts settings on one side of the options only
+    return execute(arguments)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Run a command whose arguments are parsed, and return its exit status.
+
+    Args:
+        arguments: with the name of the command.
+    """
     setup_logging()
     module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
     try:

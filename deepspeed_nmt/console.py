@@ -182,19 +182,24 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
 
 
 @contextmanager
-def counting(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-    """Show the progress of the block.
+def counting(
+    description: str, unit: str, total: int | None = None, before: int = 0
+) -> Iterator[Callable[[int], object]]:
+    """Show the progress of the block, with the rate and the time left.
 
     Args:
         description: of the work.
         unit: of what is counted, in the plural.
         total: final count, if it is known.
+        before: count at the beginning, of what was done earlier.
 
     Yields:
         A function to call with the number of further units that are done.
     """
     if sys.stderr.isatty():
-        with tqdm(desc=description, unit=f" {unit}", total=total, dynamic_ncols=True, unit_scale=True) as bar:
+        with tqdm(
+            desc=description, unit=f" {unit}", total=total, initial=before, dynamic_ncols=True, unit_scale=True
+        ) as bar:
             yield bar.update
         return
     start = last = time.monotonic()
@@ -206,8 +211,19 @@ def counting(description: str, unit: str, total: int | None = None) -> Iterator[
         now = time.monotonic()
         if now - last >= PLAIN_LINE_EVERY_S:
             last = now
+            rate = count / (now - start)
             of = f" of {total:,}" if total else ""
-            logger.info("%s: %s%s %s, %.0f per second", description, f"{count:,}", of, unit, count / (now - start))
+            left = f", {_duration((total - before - count) / rate)} left" if total and rate else ""
+            logger.info("%s: %s%s %s, %.0f per second%s", description, f"{before + count:,}", of, unit, rate, left)
 
     yield advance
     logger.info("%s: %s %s in %.1f s", description, f"{count:,}", unit, time.monotonic() - start)
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in the two largest of its units."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
@@ -134,23 +134,29 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
     Raises:
         DataError: if the stream is compressed or UTF-16, or a line has no end.
     """
-    for line in raw_lines(stream, name):
-        yield line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+    return map(text_of, raw_lines(stream, name))
 
 
-def raw_lines(stream: BufferedReader[Any], name: Path | str) -> Iterator[bytes]:
+def text_of(line: bytes) -> str:
+    """Return a line of text without its end; bytes that are not UTF-8 become U+FFFD."""
+    return line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
+
+
+def raw_lines(stream: BufferedReader[Any], name: Path | str, before: int | None = None) -> Iterator[bytes]:
     """Yield lines of text with their ends, and without a byte order mark at the beginning.
 
     Args:
         stream: to read.
         name: of the stream, for messages.
+        before: number of lines before the first, if the stream stands within a text; None at its beginning.
 
     Raises:
         DataError: if the stream is compressed or UTF-16, or a line has more than :data:`MAX_LINE_BYTES`.
     """
-    check_plain(stream, name)
-    skip_byte_order_mark(stream, name)
-    number = 0
+    if before is None:
+        check_plain(stream, name)
+        skip_byte_order_mark(stream, name)
+    number = before or 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
@@ -180,6 +186,11 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("the nesting is too deep") from error
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return True if a path is that of a file, or of none yet; pipes, devices and open descriptors are written to."""
+    return _descriptor(path) is None and (path.is_file() or not path.exists())
 
 
 def replaces(path: Path, stream: IO[Any]) -> bool:
@@ -289,6 +300,13 @@ def atomic_text_writer(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of bytes that replaces ``path``; see :func:`atomic_text_writer`."""
+    with _replacing(path, "wb") as file:
+        yield file
+
+
+@contextmanager
 def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
     """Open a temporary file that replaces ``path`` when the block ends without an error.
 
@@ -300,8 +318,8 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
     Yields:
         The temporary file; ``path`` itself if it is no file that can be replaced.
     """
-    descriptor = _descriptor(path)
-    if descriptor is not None or (path.exists() and not path.is_file()):
+    if not is_replaceable(path):
+        descriptor = _descriptor(path)
         # A descriptor is written to where it stands: opened by its path, a file would be truncated.
         with open(path if descriptor is None else os.dup(descriptor), mode, **options) as file:  # noqa: PTH123
             yield file

@@ -33,12 +33,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(*further: signal.Signals) -> Iterator[None]:
     """Turn Ctrl-C, SIGTERM and SIGHUP during the block into :class:`Interrupted`.
 
     A signal that somebody handles or ignores already is left alone: `nohup` ignores SIGHUP. A signal that is repeated
     soon after the first, while temporary files are removed, changes nothing; a later one ends the process at once.
     Outside the main thread, where Python handles no signals, the block runs as it is.
+
+    Args:
+        further: other signals to treat in the same way.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -54,7 +57,9 @@ def interruptible() -> Iterator[None]:
             os._exit(128 + number)
 
     unhandled = (signal.SIG_DFL, signal.default_int_handler)
-    previous = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) in unhandled}
+    previous = {
+        number: handler for number in (*_SIGNALS, *further) if (handler := signal.getsignal(number)) in unhandled
+    }
     try:
         for number in previous:
             signal.signal(number, interrupt)

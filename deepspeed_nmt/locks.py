@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,12 +15,14 @@ from deepspeed_nmt.errors import DataError
 
 
 @contextmanager
-def exclusive(path: Path, refusal: str) -> Iterator[bool]:
+def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[bool]:
     """Hold a lock during the block. It is released when the process ends, however it ends.
 
     Args:
         path: of the lock file, which is removed at the end.
         refusal: message if another process holds the lock, with ``{holder}`` for that process.
+        patience_s: time limit in seconds of waiting for another holder. A network file system may release the lock of
+            a lost host late.
 
     Yields:
         True; False without a lock, because the directory is read-only or the file system has no locks.
@@ -27,8 +30,16 @@ def exclusive(path: Path, refusal: str) -> Iterator[bool]:
     Raises:
         DataError: if another process holds the lock.
     """
+    deadline = time.monotonic() + patience_s
     try:
-        file = _open_locked(path)
+        while True:
+            try:
+                file = _open_locked(path)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(1.0)
     except BlockingIOError as error:
         holder = ""
         with suppress(OSError):

@@ -3,24 +3,23 @@
     deepspeed-nmt translate --run RUN --input test.en --output test.hyp
     deepspeed-nmt translate --run RUN_A --run RUN_B --input test.en --output test.hyp       # an ensemble
 
-Files of any length are translated in bounded memory. The translation of an empty line is an empty line. A line of an
-n-best list is `line ||| translation ||| features ||| score`, with lines counted from 0.
+Files of any length are translated in bounded memory, by all ranks that a launcher or --workers starts. The same
+command resumes a translation that was stopped. The translation of an empty line is an empty line. A line of an n-best
+list is `line ||| translation ||| features ||| score`, with lines counted from 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_nmt.evaluate.nbest import Candidate
-    from deepspeed_nmt.search.translate import Translation
+    from deepspeed_nmt.api import Translator
 
 HELP = "translate text with a trained run"
 
@@ -93,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("auto", "fp32", "bf16", "fp16", "int8"), default="auto",
         help="auto: 16 bit on a GPU, fp32 on a CPU; int8 is the fastest on a CPU (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N",
+        help="processes on this host's CPU that translate pieces of the file (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,53 +104,44 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    from deepspeed_nmt.api import Translator
+    from deepspeed_nmt.commands import translate_files as files
     from deepspeed_nmt.console import counting
-    from deepspeed_nmt.files import atomic_text_writer, open_text, replaces, text_lines
+    from deepspeed_nmt.files import atomic_text_writer, open_text, text_lines
+    from deepspeed_nmt.parallel.launched import once_per_host
 
-    _check(arguments)
-    target = None if arguments.output == "-" else Path(arguments.output)
-    if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
-        raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
-    with open_text(arguments.input) as source:
-        if target is not None and replaces(target, source):
-            raise ConfigError(
-                f"--output must be another file than --input, but {target} is the source text; give another path"
-            )
-        translator = Translator.open(
-            arguments.run,
-            checkpoint=arguments.checkpoint,
-            device=arguments.device,
-            exit=arguments.exit,
-            encoder_layers=arguments.encoder_layers,
-            decoder_layers=arguments.decoder_layers,
-            detokenise=arguments.detokenise,
-            precision=arguments.precision,
-            name=arguments.rerank and arguments.rerank.replace("-", "_"),
-            **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
-        )
+    with once_per_host(), ExitStack() as opened:
+        _check(arguments)
+        target = files.checked_target(arguments)
+        source = opened.enter_context(open_text(arguments.input))
+        layout = files.layout(arguments, source, target)
+        if arguments.workers == 1:
+            files.take_device(arguments)
+            with files.warned_once():
+                translator = _translator(arguments)
+        opening = opened.pop_all()
+    with opening:
+        if arguments.workers > 1:
+            return files.translate_by_workers(arguments)
+        if layout.in_pieces:
+            return files.translate(translator, arguments, source, layout)
         if arguments.strict and source.seekable():  # a pipe is checked as it is read
             start = source.tell()
             translator.check(text_lines(source, arguments.input), arguments.max_source_tokens)
             source.seek(start)
         interactive = source.isatty()
         writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
-        with writer as output, counting("translate", "sentences") as advance:
+        with writer as output, counting("translate", "sentences", layout.lines) as advance:
             translations = translator.stream(
                 text_lines(source, arguments.input),
                 max_tokens=arguments.max_tokens,
-                buffer_lines=1 if interactive else 4096,
+                buffer_lines=1 if interactive else layout.piece_lines,
                 nbest=arguments.nbest,
                 advance=advance,
                 max_source_tokens=arguments.max_source_tokens,
                 strict=arguments.strict,
             )
             for number, best in enumerate(translations):
-                if arguments.nbest == 1:
-                    output.write(best[0].text + "\n")
-                else:
-                    output.writelines(f"{candidate}\n" for candidate in _candidates(number, best))
+                output.write(files.written(arguments, number, best))
                 if interactive:
                     output.flush()
             output.flush()
@@ -158,13 +152,26 @@ _SEARCH_OPTIONS = ("beam", "length_penalty", "alpha", "exponent", "iterations", 
 """Options that override settings of the search."""
 
 
-def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
-    """Yield the translations of a line as an n-best list."""
-    from deepspeed_nmt.evaluate.nbest import Candidate
+def _translator(arguments: argparse.Namespace) -> Translator:
+    """Open the run.
 
-    for each in translations:
-        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
-        yield Candidate(line, each.text, features, each.score)
+    Raises:
+        UserError: if it cannot be opened.
+    """
+    from deepspeed_nmt.api import Translator
+
+    return Translator.open(
+        arguments.run,
+        checkpoint=arguments.checkpoint,
+        device=arguments.device,
+        exit=arguments.exit,
+        encoder_layers=arguments.encoder_layers,
+        decoder_layers=arguments.decoder_layers,
+        detokenise=arguments.detokenise,
+        precision=arguments.precision,
+        name=arguments.rerank and arguments.rerank.replace("-", "_"),
+        **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:

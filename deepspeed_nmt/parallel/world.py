@@ -134,6 +134,15 @@ def join_world(
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 
+def take_gpu(local_rank: int) -> None:
+    """Make a rank's GPU the current one.
+
+    Raises:
+        ConfigError: if there is no GPU for the rank.
+    """
+    torch.cuda.set_device(_gpu(local_rank))
+
+
 def _gpu(local_rank: int) -> int:
     """Return the index of a rank's GPU among those that are visible to it.
 
@@ -164,6 +173,15 @@ def _check(ranks: int, tensor_ranks: int) -> None:
             f"engine.tensor_parallel must divide the number of processes, but is {tensor_ranks} with {ranks} "
             f"{'process' if ranks == 1 else 'processes'}; start a multiple of {tensor_ranks}, or lower it"
         )
+    check_launcher(ranks)
+
+
+def check_launcher(ranks: int) -> None:
+    """Check that several processes can find each other.
+
+    Raises:
+        ConfigError: if MASTER_ADDR or MASTER_PORT is missing.
+    """
     if ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             f"{ranks} processes need MASTER_ADDR and MASTER_PORT to find each other, but they are not set; "

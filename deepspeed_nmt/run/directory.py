@@ -144,6 +144,10 @@ class Run:
 
     def model(self, which: str) -> TranslationModel:
         """Build the model with the weights of a checkpoint (best, last, average, or a path), for decoding."""
+        return self.loaded(which)[0]
+
+    def loaded(self, which: str) -> tuple[TranslationModel, str]:
+        """Return the model with the weights of a checkpoint, as :meth:`model`, and the hash of these weights."""
         model = build_model(self.config, self.tokenizer.vocabulary)
         checkpoint = self.checkpoint(which)
         try:
@@ -155,7 +159,7 @@ class Run:
             checkpoint = self.checkpoint(which)
             checkpoint.load_into(model)
         logger.info("%s: update %d", checkpoint.path, checkpoint.progress.update)
-        return model.eval()
+        return model.eval(), checkpoint.weights_digest
 
     def trained_at(self, exit: str, stages: tuple[int, int]) -> bool:
         """Return True if the run's objective trains an exit of its model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from deepspeed_nmt.console import logger
@@ -16,7 +17,7 @@ UNKNOWN_WORTH_A_WARNING = 0.05
 """Share of unknown tokens that causes a warning. Rare characters and new words are a smaller share."""
 
 _NAMED_LINES = 5
-_LINES_OF_A_FORM = 100
+LINES_OF_A_FORM = 100
 """Lines that show the form of a text."""
 
 
@@ -49,7 +50,7 @@ def warn_of_form(lines: Iterable[str], text: TextForm) -> Iterator[str]:
         yield line
         if first is not None:
             first.append(line.rstrip())
-            if len(first) == _LINES_OF_A_FORM:
+            if len(first) == LINES_OF_A_FORM:
                 _warn_of_form(first, text)
                 first = None
     if first:
@@ -71,6 +72,132 @@ def _warn_of_form(lines: Sequence[str], text: TextForm) -> None:
     )
 
 
+@dataclass
+class SourceCounts:
+    """Counts of the lines of a text, or of a stretch of it, from which warnings are made.
+
+    Attributes:
+        lines: number of lines.
+        tokens: number of tokens.
+        unknown: number of tokens that are unknown to the vocabulary.
+        cut: number of lines whose end is not translated.
+        first_cut: the first of these lines, each with its number from 1 and its length in tokens.
+        alone: lines longer than a batch, in the same form; they are translated in batches of their own.
+    """
+
+    lines: int = 0
+    tokens: int = 0
+    unknown: int = 0
+    cut: int = 0
+    first_cut: list[tuple[int, int]] = field(default_factory=list)
+    alone: list[tuple[int, int]] = field(default_factory=list)
+
+
+class SourceWarnings:
+    """Warnings of bad input, made once for a whole text.
+
+    Args:
+        longest: most tokens of a line that are translated, without EOS.
+        bound: option or property that sets it.
+
+    Attributes:
+        counts: counts of the text so far.
+    """
+
+    def __init__(self, longest: int, bound: str) -> None:
+        self.longest, self.bound = longest, bound
+        self.counts = SourceCounts()
+        self._warned_of_unknown = False
+
+    def add(self, counts: SourceCounts, max_tokens: int) -> None:
+        """Add the counts of the next stretch of the text, and log what they give cause to.
+
+        Args:
+            counts: of the stretch, with lines numbered over the whole text.
+            max_tokens: bound of a batch.
+        """
+        for line, tokens in counts.first_cut:
+            self.note_cut(line, tokens)
+        self.counts.lines += counts.lines
+        self.counts.tokens += counts.tokens
+        self.counts.unknown += counts.unknown
+        self.counts.cut += counts.cut - len(counts.first_cut)
+        self.warn_of_unknown()
+        for line, tokens in counts.alone:
+            warn_of_batch(line, tokens, max_tokens)
+
+    def note_cut(self, line: int, tokens: int) -> None:
+        """Count a line whose end is not translated, and warn of the first."""
+        if self.counts.cut == 0:
+            logger.warning(
+                "line %s has %s tokens, more than %s (%s): its end is not translated",
+                f"{line:,}",
+                f"{tokens:,}",
+                f"{self.longest:,}",
+                self.bound,
+            )
+        self.counts.cut += 1
+        if len(self.counts.first_cut) < _NAMED_LINES:
+            self.counts.first_cut.append((line, tokens))
+
+    def warn_of_unknown(self) -> None:
+        """Warn once if many tokens of the lines so far are unknown."""
+        counts = self.counts
+        few = counts.unknown < UNKNOWN_WORTH_A_WARNING * max(1, counts.tokens)
+        if self._warned_of_unknown or few:
+            return
+        self._warned_of_unknown = True
+        logger.warning(
+            "%s of the %s tokens up to line %s (%.0f%%) are unknown to the vocabulary, and their meaning is lost; "
+            "give text in the source language of the run, and in the form of its training text",
+            f"{counts.unknown:,}",
+            f"{counts.tokens:,}",
+            f"{counts.lines:,}",
+            100.0 * counts.unknown / counts.tokens,
+        )
+
+    def warn_of_cuts(self) -> None:
+        """Warn at the end of the text if more lines than one were cut, naming the first of them."""
+        if self.counts.cut > 1:
+            logger.warning(
+                "%s of %s lines were cut to %s tokens: lines %s%s",
+                f"{self.counts.cut:,}",
+                f"{self.counts.lines:,}",
+                f"{self.longest:,}",
+                ", ".join(f"{number:,}" for number, _ in self.counts.first_cut),
+                ", ..." if self.counts.cut > _NAMED_LINES else "",
+            )
+
+
+def warn_of_batch(line: int, tokens: int, max_tokens: int) -> None:
+    """Warn of a line that is longer than a batch.
+
+    Args:
+        line: its number, from 1.
+        tokens: its length, with EOS.
+        max_tokens: bound of a batch.
+    """
+    logger.warning(
+        "line %s has %s tokens, more than %s (%s): it is translated in a batch of its own",
+        f"{line:,}",
+        f"{tokens:,}",
+        option("max_tokens"),
+        f"{max_tokens:,}",
+    )
+
+
+def longest_line(max_source_tokens: int, longest_source: int | None) -> tuple[int, str]:
+    """Return the most tokens of a line that are translated, without EOS, and what sets this bound.
+
+    Args:
+        max_source_tokens: most tokens that the user wants.
+        longest_source: most tokens that the model reads, with EOS; None if unlimited.
+    """
+    if longest_source is not None and longest_source - 1 < max_source_tokens:
+        return longest_source - 1, "all that the model reads"
+    return max_source_tokens, option("max_source_tokens")
+
+
 class SourceLines:
     """Encoder of the lines of a text, in their order.
 
@@ -83,6 +210,9 @@ class SourceLines:
         longest_source: most tokens that the model reads, with EOS; None if unlimited.
         strict: True to refuse longer lines, False to cut them.
         warn: False to log nothing, for text that is translated again.
+        counts: record of what there is to warn of, for a stretch of a text that is warned of as a whole; nothing is
+            logged then. None to log it.
+        before: number of lines of the text before the first.
 
     Attributes:
         warns: True if it logs warnings.
@@ -95,17 +225,17 @@ class SourceLines:
         longest_source: int | None,
         strict: bool = False,
         warn: bool = True,
+        counts: SourceCounts | None = None,
+        before: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._unk = tokenizer.vocabulary.source.unk
-        self._longest, self._bound = max_source_tokens, option("max_source_tokens")
-        if longest_source is not None and longest_source - 1 < max_source_tokens:
-            self._longest, self._bound = longest_source - 1, "all that the model reads"
+        self._longest, self._bound = longest_line(max_source_tokens, longest_source)
         self._strict = strict
-        self.warns = warn
-        self._lines = self._tokens = self._unknown = self._cut = 0
-        self._first_cut: list[int] = []
-        self._warned_of_unknown = False
+        self.warns = warn and counts is None
+        self._warnings = SourceWarnings(self._longest, self._bound)
+        self._counts = self._warnings.counts if counts is None else counts
+        self._before = before
 
     def encode(self, line: str) -> list[int]:
         """Encode the next line as tokens, without EOS.
@@ -113,53 +243,46 @@ class SourceLines:
         Raises:
             DataError: if it is too long, and ``strict`` is True.
         """
-        self._lines += 1
+        counts = self._counts
+        counts.lines += 1
         tokens = self._tokenizer.encode(line.rstrip("\r\n"))
-        self._tokens += len(tokens)
-        self._unknown += tokens.count(self._unk)
+        counts.tokens += len(tokens)
+        counts.unknown += tokens.count(self._unk)
         if len(tokens) <= self._longest:
             return tokens
+        number = self._before + counts.lines
         if self._strict:
             raise DataError(
-                f"source lines must have {self._longest:,} tokens at most ({self._bound}), but line {self._lines:,} "
+                f"source lines must have {self._longest:,} tokens at most ({self._bound}), but line {number:,} "
                 f"has {len(tokens):,} tokens; split it, or leave out {option('strict')} to translate its beginning"
             )
-        if self.warns and self._cut == 0:
-            logger.warning(
-                "line %s has %s tokens, more than %s (%s): its end is not translated",
-                f"{self._lines:,}",
-                f"{len(tokens):,}",
-                f"{self._longest:,}",
-                self._bound,
-            )
-        self._cut += 1
-        if len(self._first_cut) < _NAMED_LINES:
-            self._first_cut.append(self._lines)
+        if self.warns:
+            self._warnings.note_cut(number, len(tokens))
+        else:
+            counts.cut += 1
+            if len(counts.first_cut) < _NAMED_LINES:
+                counts.first_cut.append((number, len(tokens)))
         return tokens[: self._longest]
+
+    def note_batch(self, line: int, tokens: int, max_tokens: int) -> None:
+        """Note a line that is longer than a batch.
+
+        Args:
+            line: its number among those of this reader, from 1.
+            tokens: its length, with EOS.
+            max_tokens: bound of a batch.
+        """
+        if self.warns:
+            warn_of_batch(self._before + line, tokens, max_tokens)
+        else:
+            self._counts.alone.append((self._before + line, tokens))
 
     def warn_of_unknown(self) -> None:
         """Warn once if many tokens of the lines so far are unknown."""
-        few = self._unknown < UNKNOWN_WORTH_A_WARNING * max(1, self._tokens)
-        if not self.warns or self._warned_of_unknown or few:
-            return
-        self._warned_of_unknown = True
-        logger.warning(
-            "%s of the %s tokens up to line %s (%.0f%%) are unknown to the vocabulary, and their meaning is lost; "
-            "give text in the source language of the run, and in the form of its training text",
-            f"{self._unknown:,}",
-            f"{self._tokens:,}",
-            f"{self._lines:,}",
-            100.0 * self._unknown / self._tokens,
-        )
+        if self.warns:
+            self._warnings.warn_of_unknown()
 
     def warn_of_cuts(self) -> None:
         """Warn at the end of the text if more lines than one were cut, naming the first of them."""
-        if self.warns and self._cut > 1:
-            logger.warning(
-                "%s of %s lines were cut to %s tokens: lines %s%s",
-                f"{self._cut:,}",
-                f"{self._lines:,}",
-                f"{self._longest:,}",
-                ", ".join(f"{number:,}" for number in self._first_cut),
-                ", ..." if self._cut > _NAMED_LINES else "",
-            )
+        if self.warns:
+            self._warnings.warn_of_cuts()

@@ -14,11 +14,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ def translate_lines(
     max_source_tokens: int = MAX_SOURCE_TOKENS,
     strict: bool = False,
     warn: bool = True,
+    counts: SourceCounts | None = None,
+    before: int = 0,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -72,6 +73,8 @@ def translate_lines(
         strict: True to refuse longer lines when they are read. Otherwise their beginning is translated, with a
             warning.
         warn: False to log no warnings of lines, for text that is translated again.
+        counts: record of what there is to warn of; see :class:`SourceLines`.
+        before: number of lines of the text before these.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
@@ -92,7 +95,7 @@ def translate_lines(
     if problems:
         raise ConfigError(problems)
     search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
-    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn, counts, before)
     on = torch.device(device)
     return _translate(search, tokenizer, reader, iter(lines), max_tokens, buffer_lines, on, nbest, advance)
 
@@ -170,14 +173,8 @@ def _translate(
         lengths = [len(sources[number]) + 1 for number in filled]
         advance(len(buffer) - len(filled))
         for number, length in zip(filled, lengths, strict=True):
-            if length > max_tokens and reader.warns:
-                logger.warning(
-                    "line %s has %s tokens, more than %s (%s): it is translated in a batch of its own",
-                    f"{before + number + 1:,}",
-                    f"{length:,}",
-                    option("max_tokens"),
-                    f"{max_tokens:,}",
-                )
+            if length > max_tokens:
+                reader.note_batch(before + number + 1, length, max_tokens)
         for bucket in length_buckets(lengths, max_tokens):
             numbers = [filled[place] for place in bucket]
             source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], pad, device)

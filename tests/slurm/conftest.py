@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
-from tests.system.conftest import data  # noqa: F401  # the fixture
+from tests.system.conftest import data, trained  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import prepare_sample
+from tests.support import prepare_sample, run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +27,12 @@ SMALL = [
 def small() -> list[str]:
     """Settings of a run of twelve updates. It translates seven sentences, so that two ranks get unequal shares."""
     return list(SMALL)
+
+
+@pytest.fixture(scope="session")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of twelve updates, to translate with."""
+    scratch = tmp_path_factory.mktemp("trained")
+    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(scratch / "run"), *SMALL]
+    run_ranks(["-m", "deepspeed_nmt", *words, "engine.name=plain", "validation.metrics=[]"], 1, scratch, timeout=120)
+    return scratch / "run"

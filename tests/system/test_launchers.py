@@ -12,7 +12,9 @@ from tests.support import ROOT, free_port
 
 
 def test_torchrun_as_documented(data: Path, small: list[str], tmp_path: Path) -> None:
-    (line,) = re.findall(r"^torchrun .*$", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.MULTILINE)
+    (line,) = re.findall(
+        r"^torchrun .* train .*$", (ROOT / "docs/launch.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     words = line.split()
     for word, replacement in (("DATA", str(data)), ("RUN", str(tmp_path / "run")), ("8", "2")):
         words[words.index(word)] = replacement

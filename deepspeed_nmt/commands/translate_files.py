@@ -1,0 +1,173 @@
+"""Files of `translate`: which are translated in pieces, by how many ranks, and by workers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from signal import SIGUSR1
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.evaluate.nbest import Candidate
+from deepspeed_nmt.files import is_replaceable, replaces
+from deepspeed_nmt.interruption import interruptible
+from deepspeed_nmt.parallel.device import uses_cuda
+from deepspeed_nmt.parallel.launched import place
+from deepspeed_nmt.parallel.workers import run_workers
+from deepspeed_nmt.parallel.world import take_gpu
+from deepspeed_nmt.run.pieces import MAX_LINES, count_lines, lines_of_a_piece
+from deepspeed_nmt.run.translation import FileToTranslate, pieces_directory, translate_in_pieces
+from deepspeed_nmt.search.translate import Translation
+
+_INDEPENDENT = {"command", "run", "checkpoint", "input", "output", "device", "workers", "strict", "local_rank"}
+"""Options on which the translation of a line does not depend, or whose files are compared instead."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A division of the input into pieces.
+
+    Attributes:
+        in_pieces: True if it is translated in pieces, which can be resumed; False for a stream.
+        lines: number of lines; None for a stream that can be read only once.
+        piece_lines: number of lines that are translated together.
+    """
+
+    in_pieces: bool
+    lines: int | None
+    piece_lines: int
+
+
+def checked_target(arguments: argparse.Namespace) -> Path | None:
+    """Return the output file; None for standard output.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    target = None if arguments.output == "-" else Path(arguments.output)
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
+        raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
+    return target
+
+
+def layout(arguments: argparse.Namespace, source: BufferedReader, target: Path | None) -> Layout:
+    """Return the division of the input into pieces.
+
+    Raises:
+        ConfigError: if the output is the source text, or several ranks are to translate what is no file.
+    """
+    if target is not None and replaces(target, source):
+        raise ConfigError(
+            f"--output must be another file than --input, but {target} is the source text; give another path"
+        )
+    ranks = place().ranks
+    if arguments.workers < 1:
+        raise ConfigError(f"--workers must be at least 1, but is {arguments.workers}")
+    if arguments.workers > 1 and ranks > 1:
+        raise ConfigError(
+            f"--workers must be 1 under a launcher, which has started {ranks} processes, but is {arguments.workers}; "
+            "leave it out"
+        )
+    if arguments.workers > 1 and arguments.device == "cuda":
+        raise ConfigError(
+            f"--workers {arguments.workers} starts processes on the CPU, but --device is cuda; give one of them, and "
+            "start a process for each GPU with `torchrun` or `deepspeed`"
+        )
+    readable = str(arguments.input) != "-" and stat.S_ISREG(os.fstat(source.fileno()).st_mode)
+    writable = target is not None and is_replaceable(target)
+    several = max(ranks, arguments.workers) > 1
+    if several and not (readable and writable):
+        option = "--output" if readable else "--input"
+        raise ConfigError(
+            f"{option} must be a file to be translated by several processes, but is "
+            f"{arguments.output if readable else arguments.input}; give a file, or start one process"
+        )
+    if not readable:
+        return Layout(False, None, MAX_LINES)
+    lines = count_lines(source)
+    piece_lines = lines_of_a_piece(lines, arguments.max_tokens)
+    begun = target is not None and writable and pieces_directory(target).exists()
+    return Layout(writable and (several or begun or lines > piece_lines), lines, piece_lines)
+
+
+def take_device(arguments: argparse.Namespace) -> None:
+    """Make this rank's GPU the current one, if several ranks decode on GPUs.
+
+    Raises:
+        ConfigError: if there is no GPU for it.
+    """
+    here = place()
+    if here.ranks > 1 and uses_cuda(arguments.device, "--device"):
+        take_gpu(here.local_rank)
+
+
+@contextmanager
+def warned_once() -> Iterator[None]:
+    """Let only rank 0 log warnings of the block, which are the same on all ranks."""
+    level = logger.level
+    if place().rank:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def written(arguments: argparse.Namespace, line: int, translations: Sequence[Translation]) -> str:
+    """Return the translations of a line, numbered from 0, as they are written."""
+    if arguments.nbest == 1:
+        return translations[0].text + "\n"
+    return "".join(f"{candidate}\n" for candidate in _candidates(line, translations))
+
+
+def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
+    """Yield the translations of a line as an n-best list."""
+    for each in translations:
+        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
+        yield Candidate(line, each.text, features, each.score)
+
+
+def translate(translator: Translator, arguments: argparse.Namespace, source: BufferedReader, layout: Layout) -> int:
+    """Translate a file in pieces, and return the exit status.
+
+    Raises:
+        UserError: as :func:`deepspeed_nmt.run.translation.translate_in_pieces`.
+        OSError: if a file cannot be written.
+    """
+    assert layout.lines is not None
+    options = {
+        f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items() if name not in _INDEPENDENT
+    }
+    file = FileToTranslate(
+        source,
+        arguments.input,
+        Path(arguments.output),
+        layout.lines,
+        layout.piece_lines,
+        arguments.max_tokens,
+        arguments.max_source_tokens,
+        arguments.strict,
+        arguments.nbest,
+        options,
+    )
+    with interruptible(SIGUSR1):  # batch systems announce a time limit by it
+        return translate_in_pieces(translator, file, partial(written, arguments))
+
+
+def translate_by_workers(arguments: argparse.Namespace) -> int:
+    """Translate a file with workers on this host's CPU, and return their exit status."""
+    from deepspeed_nmt.cli import execute
+
+    one = argparse.Namespace(**{**vars(arguments), "workers": 1, "device": "cpu"})
+    with interruptible(SIGUSR1):
+        return run_workers(execute, one, arguments.workers)

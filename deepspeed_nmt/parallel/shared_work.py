@@ -1,0 +1,179 @@
+"""Work that ranks share without collectives: numbered items that they claim one by one.
+
+Ranks need not keep step, so a fast one does more items than a slow one. They meet at a TCP store, whose counters say
+which item is next and how much is done. The end of one rank, by a failure or on request, ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import EXIT_RANK_LOST, EXIT_STOPPED, EXIT_USER_ERROR, ReportedError, UserError
+from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.rendezvous import meet
+from deepspeed_nmt.parallel.world import check_launcher
+
+T = TypeVar("T")
+_CONNECT_S = 1800.0
+"""Seconds after which a rank stops waiting for the others to start."""
+_LEAVE_S = 10.0
+"""Seconds that a rank waits for the others to leave, so that none takes the end of rank 0 for a failure."""
+_POLL_S = 0.2
+"""Seconds between two looks at the store while a rank waits."""
+
+
+class SharedWork:
+    """Items that the ranks of a start share; a context manager around this rank's part.
+
+    If the block fails or is interrupted, the other ranks end at their next call of a method.
+
+    Args:
+        place: of this process.
+        store: that all ranks share; None for a single rank.
+    """
+
+    def __init__(self, place: Place, store: Any = None) -> None:
+        self.place = place
+        self._store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]
+        # A rank outlives a launcher that is killed.
+        self._launcher = os.getppid() if place.ranks > 1 else 0
+
+    @classmethod
+    def join(cls, place: Place) -> SharedWork:
+        """Connect this process to the other ranks at MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            ConfigError: if one of them is missing or wrong.
+            TrainingError: if a rank is missing for too long.
+        """
+        if place.ranks == 1:
+            return cls(place)
+        check_launcher(place.ranks)
+        return cls(place, meet(place, _CONNECT_S, lambda: False))
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which prepares the work and completes it."""
+        return self.place.rank == 0
+
+    def __enter__(self) -> SharedWork:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        with suppress(ReportedError, KeyboardInterrupt):
+            if error is not None:
+                self._end(_status(error))
+            self._leave()
+
+    def announce(self, value: Any) -> None:
+        """Tell the other ranks what rank 0 has prepared; they wait for it in :meth:`announced`.
+
+        Args:
+            value: anything that JSON can represent.
+        """
+        self._ask(lambda: self._store.set("announced", json.dumps(value)))
+
+    def announced(self) -> Any:
+        """Wait for the value that rank 0 announces, and return it.
+
+        Raises:
+            ReportedError: if the work has ended on another rank.
+        """
+        while not self._ask(lambda: self._store.check(["announced"])):
+            self.pause()
+        return json.loads(self._ask(lambda: self._store.get("announced")))
+
+    def claim(self, series: str = "items") -> int:
+        """Return a number that no other rank gets: 0, 1, 2, ...
+
+        Args:
+            series: name of what is numbered.
+        """
+        return int(self._ask(lambda: self._store.add(f"claimed/{series}", 1))) - 1
+
+    def advance(self, count: int) -> None:
+        """Add to the count of what is done on all ranks.
+
+        Raises:
+            ReportedError: if the work has ended on another rank.
+        """
+        self.check()
+        self._ask(lambda: self._store.add("done", count))
+
+    def done(self) -> int:
+        """Return the count of what is done on all ranks."""
+        return int(self._ask(lambda: self._store.add("done", 0)))
+
+    def complete(self) -> None:
+        """Tell the other ranks that the work is complete, so that they stop waiting for more."""
+        self._ask(lambda: self._store.set("complete", "yes"))
+
+    def is_complete(self) -> bool:
+        """Return True if rank 0 has said that the work is complete."""
+        return bool(self._ask(lambda: self._store.check(["complete"])))
+
+    def pause(self) -> None:
+        """Sleep for a moment.
+
+        Raises:
+            ReportedError: if the work has ended on another rank.
+        """
+        self.check()
+        time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Check that no rank has ended the work.
+
+        Raises:
+            ReportedError: if one has, or the launcher was killed.
+        """
+        if self._launcher and os.getppid() != self._launcher:
+            raise ReportedError(EXIT_STOPPED)
+        if self.place.ranks > 1 and self._ask(lambda: self._store.check(["ended"])):
+            raise ReportedError(int(self._ask(lambda: self._store.get("ended"))))
+
+    def _end(self, status: int) -> None:
+        """End the work on all ranks with a status; only the first end counts."""
+        if self.claim("ends") == 0:
+            self._ask(lambda: self._store.set("ended", str(status)))
+
+    def _leave(self) -> None:
+        """Wait until all ranks are about to leave, but not for long: one may be lost. Rank 0 leaves last."""
+        deadline = time.monotonic() + _LEAVE_S
+        with suppress(RuntimeError):  # the store is gone
+            left = self._store.add("leaving", 1)
+            while left < self.place.ranks and time.monotonic() < deadline:
+                time.sleep(_POLL_S / 4)
+                left = self._store.add("leaving", 0)
+            if self.is_main and self.place.ranks > 1:
+                time.sleep(_POLL_S)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Make a request to the store.
+
+        Raises:
+            ReportedError: if the store is gone, with the rank or the launcher that hosted it.
+        """
+        try:
+            return request()
+        except RuntimeError as error:  # the connection was closed
+            if self.place.local_rank == 0:
+                logger.error("rank 0, or the launcher, has ended; start the same command again to resume")
+            raise ReportedError(EXIT_RANK_LOST) from error
+
+
+def _status(error: BaseException) -> int:
+    """Return the exit status with which all ranks end after an error on one."""
+    if isinstance(error, ReportedError):
+        return error.status
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_STOPPED
+    return EXIT_USER_ERROR if isinstance(error, UserError) else 1

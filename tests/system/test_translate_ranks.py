@@ -1,0 +1,172 @@
+"""`translate` on several ranks: the same bytes however many there are, however often they are killed or stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.programs import Program
+from tests.support import ROOT, free_port, rank_environment, run_ranks
+
+KILLS = 10
+
+
+class Job:
+    """A translation that is started repeatedly."""
+
+    def __init__(self, run: Path, data: Path, directory: Path) -> None:
+        self.directory, self.target = directory, directory / "out"
+        self.logs = [directory / "rank0", directory / "rank1"]
+        source = data.parent / "text/train.en"
+        self.words = ["translate", "--run", str(run), "--input", str(source), "--max-tokens", "64", "--nbest", "2"]
+
+    def command(self, target: Path | None = None) -> list[str]:
+        return ["-m", "deepspeed_nmt", *self.words, "--output", str(target or self.target)]
+
+    def start(self) -> list[Program]:
+        """Start two ranks."""
+        port = free_port()
+        environments = [rank_environment(rank, 2, port, self.directory) for rank in range(2)]
+        return [Program(self.command(), *each) for each in zip(environments, self.logs, strict=True)]
+
+    def finished(self) -> int:
+        """Return the number of pieces that are finished."""
+        return len(list(self.directory.glob("out.pieces/piece-*")))
+
+    def gets_further(self, processes: Sequence[Program | subprocess.Popen[str]], pieces: int = 1) -> None:
+        """Wait until further pieces are finished."""
+        before, deadline = self.finished(), time.monotonic() + 60
+        while self.finished() < before + pieces:
+            assert all(process.poll() is None for process in processes), self.logs[0].read_text()
+            assert time.monotonic() < deadline, self.logs[0].read_text()
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The translation by one process."""
+    job = Job(trained, data, tmp_path_factory.mktemp("alone"))
+    run_ranks(job.command(), 1, job.directory, timeout=120)
+    return job.target.read_bytes()
+
+
+@pytest.fixture
+def job(trained: Path, data: Path, tmp_path: Path) -> Job:
+    """A translation that has not begun."""
+    return Job(trained, data, tmp_path)
+
+
+def test_ten_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: bytes) -> None:
+    dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
+    for kill in range(KILLS):
+        processes = job.start()
+        try:
+            job.gets_further(processes)
+            time.sleep(dice.uniform(0.0, 0.3))
+            assert not job.target.exists()
+            processes[0].kill()
+            if kill % 3 == 0:
+                assert processes[1].wait(30) == 70, "a rank ends when rank 0 is gone"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    finished = job.finished()
+    run_ranks(job.command(), 3, job.directory, timeout=120)
+    assert job.target.read_bytes() == alone
+    assert f"resumes: {finished} of 50 pieces" in (job.directory / "rank0.log").read_text()
+    assert not job.finished() and not list(job.directory.glob(".*")), "nothing is left behind"
+
+
+def test_a_request_to_one_rank_stops_all_and_they_resume(job: Job, alone: bytes) -> None:
+    def said() -> str:
+        return job.logs[0].read_text()
+
+    for signalled, number in ((1, signal.SIGUSR1), (0, signal.SIGTERM)):
+        processes = job.start()
+        job.gets_further(processes, 3)
+        processes[signalled].send_signal(number)
+        assert [process.wait(30) for process in processes] == [75, 75], said()
+        by = number.name if signalled == 0 else "a request to another rank"
+        kept = re.search(rf"stopped by {by}; (\d+) of 50 pieces are finished, in {job.target}.pieces; start", said())
+        assert kept is not None, said()
+        assert 0 <= job.finished() - int(kept[1]) <= 1, "the other rank may finish a piece meanwhile"
+    run_ranks(job.command(), 1, job.directory, timeout=120)
+    assert job.target.read_bytes() == alone
+
+
+@pytest.mark.timeout(200)
+def test_workers_of_one_host(job: Job, alone: bytes, request: pytest.FixtureRequest) -> None:
+    def start() -> subprocess.Popen[str]:
+        with job.logs[0].open("w") as log:
+            started = subprocess.Popen(
+                [sys.executable, *job.command(), "--workers", "2"],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stderr=log,
+                text=True,
+            )
+        request.addfinalizer(started.kill)  # its workers notice
+        return started
+
+    def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+        children = psutil.Process(process.pid).children()
+        return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
+
+    process = start()
+    job.gets_further([process], 3)
+    first, second = workers(process)
+    second.kill()
+    assert process.wait(60) == 70 and not first.is_running()
+    assert "worker 1 of 2 was killed by SIGKILL; start again to resume" in job.logs[0].read_text()
+    process = start()
+    job.gets_further([process], 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert "stopped by SIGTERM; " in job.logs[0].read_text() and "Traceback" not in job.logs[0].read_text()
+    process = start()
+    assert process.wait(120) == 0, job.logs[0].read_text()
+    assert job.target.read_bytes() == alone
+
+
+def test_torchrun_as_documented(job: Job, alone: bytes) -> None:
+    page = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^torchrun .* translate .*$", page, re.MULTILINE)
+    words = shlex.split(line, comments=True)
+    words = ["2" if word == "8" else word for word in words[1 : words.index("translate")]]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *words, *job.words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--output", str(job.target)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert job.target.read_bytes() == alone and done.stderr.count("sentences in ") == 1
+
+
+def test_what_cannot_be_shared_is_refused(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed_nmt.cli import main
+
+    def refused(*changes: str) -> str:
+        assert main([*job.words, "--output", str(job.target), "--device", "cpu", *changes]) == 2
+        return capsys.readouterr().err
+
+    assert "--workers must be at least 1, but is 0" in refused("--workers", "0")
+    assert "--input must be a file to be translated by several processes, but is -" in refused(
+        "--workers", "2", "--input", "-"
+    )
+    assert "--output must be a file to be translated by several processes, but is /dev/stdout" in refused(
+        "--workers", "2", "--output", "/dev/stdout"
+    )
+    assert "--workers 2 starts processes on the CPU, but --device is cuda" in refused(
+        "--workers", "2", "--device", "cuda"
+    )

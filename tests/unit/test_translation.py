@@ -1,0 +1,307 @@
+"""Translation of a file in pieces: the same for any ranks, starts and stops, with the warnings of the whole text."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import DataError, ReportedError
+from deepspeed_nmt.files import open_text
+from deepspeed_nmt.interruption import Interrupted
+from deepspeed_nmt.locks import exclusive
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.shared_work import SharedWork
+from deepspeed_nmt.run import pieces as on_disk
+from deepspeed_nmt.run import translation
+from deepspeed_nmt.run.translation import FileToTranslate, translate_in_pieces
+from deepspeed_nmt.search.beam import BeamConfig
+
+LONG, UNKNOWN = "abcdefghijkl", "?????"
+LINES = [*("abc", "", "de", LONG, "fghi") * 4, LONG, *(UNKNOWN,) * 3, "end"]
+
+
+class Letters:
+    """Tokenizer with the letters of the alphabet as tokens from 4 up; all else is unknown."""
+
+    vocabulary = Vocabulary(30, 0, bos=2, eos=3, unk=1)
+    digest = "letters"
+
+    def encode(self, text: str) -> list[int]:
+        return [4 + ord(letter) - ord("a") if letter.isalpha() else 1 for letter in text.strip()]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token - 4) if token > 3 else "?" for token in ids)
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    """A translator with random weights."""
+    torch.manual_seed(5)
+    sizes = {"dim": 16, "ffn_dim": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    model = build_transformer(TransformerConfig(**sizes, share_embeddings="none"), Vocabulary(30)).eval()
+    search = BeamConfig(beam=2, max_length_ratio=1.0, max_length_extra=3)
+    return Translator(model, Letters(), search, torch.device("cpu"), weights=["w"])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A text of 25 lines."""
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in LINES))
+    return tmp_path / "source"
+
+
+def written(number: int, best: Any) -> str:
+    return "".join(f"{number} {each.text} {each.score:.9g}\n" for each in best)
+
+
+def translate(translator: Translator, source: Path, **changes: Any) -> int:
+    """Translate the text in pieces of four lines, with two translations of each."""
+    with open_text(source) as stream:
+        settings = {"max_tokens": 8, "max_source_tokens": 10, "nbest": 2, **changes}
+        target = source.with_name("target")
+        file = FileToTranslate(stream, str(source), target, len(LINES), 4, **settings)
+        return translate_in_pieces(translator, file, written)
+
+
+@pytest.fixture
+def expected(translator: Translator, source: Path) -> str:
+    """The translation at once."""
+    assert translate(translator, source) == 0
+    text = source.with_name("target").read_text()
+    source.with_name("target").unlink()
+    return text
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> Iterator[None]:
+    """Raise an error when a number of batches has been translated."""
+    before, advance = 0, SharedWork.advance
+
+    def stop(self: SharedWork, count: int) -> None:
+        nonlocal before
+        before += 1
+        if before == at:
+            raise error
+        advance(self, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedWork, "advance", stop)
+        yield
+
+
+def test_pieces_are_in_order_and_numbered_over_the_file(translator: Translator, expected: str) -> None:
+    numbers = [int(line.split()[0]) for line in expected.splitlines()]
+    assert sorted(set(numbers)) == list(range(len(LINES))) and numbers == sorted(numbers)
+    at_once = list(translator.stream(LINES, max_tokens=8, buffer_lines=4, nbest=2, max_source_tokens=10))
+    assert expected == "".join(written(number, best) for number, best in enumerate(at_once))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_translation_resumes(
+    number: int,
+    translator: Translator,
+    source: Path,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    for at in (6, 5, 2):
+        with interrupted(monkeypatch, at, Interrupted(number)):
+            assert translate(translator, source) == 75
+        assert not source.with_name("target").exists()
+    assert f"stopped by {signal.Signals(number).name}; 1 of 7 pieces are finished, in" in caplog.text
+    calls: list[int] = []
+    stream = translator.stream
+    monkeypatch.setattr(translator, "stream", lambda *a, **k: (calls.append(k["before"]), stream(*a, **k))[1])
+    assert translate(translator, source) == 0
+    assert source.with_name("target").read_text() == expected
+    assert 0 < len(calls) < 7 and calls == sorted(calls), "finished pieces are not translated again"
+    assert {path.name for path in source.parent.iterdir()} == {"source", "target"}
+
+
+def test_a_full_disk_loses_nothing_that_was_translated(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    write, full = on_disk.atomic_write_bytes, OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(path: Path, data: bytes) -> None:
+        if path.name == "piece-0000003":
+            raise full
+        write(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(on_disk, "atomic_write_bytes", fails)
+        with pytest.raises(OSError, match="No space left"):
+            translate(translator, source)
+    assert "3 of 7 pieces are finished, in " in caplog.text and "the same command resumes there" in caplog.text
+    with monkeypatch.context() as patch:  # full again when the pieces are joined
+
+        @contextmanager
+        def joins(path: Path) -> Iterator[None]:
+            raise full
+            yield
+
+        patch.setattr(translation, "atomic_writer", joins)
+        with pytest.raises(OSError, match="No space left"):
+            translate(translator, source)
+    assert "7 of 7 pieces are finished" in caplog.text
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+
+
+def test_a_piece_damaged_between_two_starts(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
+        assert translate(translator, source) == 75
+    piece = source.with_name("target.pieces") / "piece-0000001"
+    piece.write_bytes(piece.read_bytes()[:-3])
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "piece-0000001 has other content than was written; it is translated again" in caplog.text
+
+
+def test_warnings_are_those_of_the_whole_text(
+    translator: Translator, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    list(translator.stream(LINES, max_tokens=8, buffer_lines=4, max_source_tokens=10))
+    at_once = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("5 of 25 lines were cut to 10 tokens: lines 4, 9, 14, 19, 21" in each for each in at_once)
+    assert len(at_once) == 8, "the first cut, five batches, unknown tokens, the cuts"
+    caplog.clear()
+    assert translate(translator, source, nbest=1) == 0
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == at_once
+
+
+def test_strict_refuses_before_anything_is_translated(translator: Translator, source: Path) -> None:
+    with pytest.raises(DataError, match="but line 4 has 12 tokens"):
+        translate(translator, source, strict=True)
+    assert not source.with_name("target.pieces").exists()
+
+
+def test_two_translations_to_one_output(translator: Translator, source: Path) -> None:
+    holds = exclusive(source.with_name(".target.translate.lock"), "")
+    with (
+        holds,
+        pytest.raises(DataError, match=r"target must not be in use, but process \d+ on .* is transl"),
+    ):
+        translate(translator, source)
+
+
+def in_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, work: Callable[[int], None]) -> None:
+    """Run a function as several ranks, which are threads with a store."""
+    store, mine = dist.HashStore(), threading.local()
+    monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(place, store))
+    monkeypatch.setattr(translation, "place", lambda: Place(mine.rank, ranks, mine.rank))
+
+    def run(rank: int) -> None:
+        mine.rank = rank
+        work(rank)
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_writes_the_same(
+    ranks: int,
+    translator: Translator,
+    source: Path,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    statuses: list[int] = []
+    in_ranks(monkeypatch, ranks, lambda rank: statuses.append(translate(translator, source)))
+    assert statuses == [0] * ranks and source.with_name("target").read_text() == expected
+    assert caplog.text.count("its end is not translated") == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_is_late_finds_the_work_complete(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+
+    def work(rank: int) -> None:
+        while rank == 1 and not (source.with_name("target").exists() and len(list(source.parent.iterdir())) == 2):
+            time.sleep(0.01)
+        statuses.append(translate(translator, source))
+
+    in_ranks(monkeypatch, 2, work)
+    assert statuses == [0, 0] and source.with_name("target").read_text() == expected
+
+
+@pytest.mark.timeout(20)
+def test_the_end_of_one_rank_ends_the_others(
+    translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: dict[int, str] = {}
+    claimed = threading.Event()
+
+    def work(rank: int) -> None:
+        try:
+            ends[rank] = str(translate(translator, source))
+        except (DataError, ReportedError) as error:
+            ends[rank] = f"{type(error).__name__} {getattr(error, 'status', '')}"
+
+    def fails(self: Any, piece: int) -> None:
+        if self._work.place.rank == 1:
+            claimed.set()
+            raise DataError("damaged")
+        claimed.wait(20)
+        self._work.pause()
+        self._work.pause()
+
+    monkeypatch.setattr(translation._Rank, "_translate", fails)
+    in_ranks(monkeypatch, 2, work)
+    assert ends == {1: "DataError ", 0: "ReportedError 2"}
+
+
+@pytest.mark.timeout(20)
+def test_a_piece_of_a_silent_rank_is_taken_over(
+    translator: Translator,
+    source: Path,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = dist.HashStore()
+    store.add("claimed/items", 1)  # another rank has the first piece, and is lost
+    monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(Place(0, 1, 0), store))
+    monkeypatch.setattr(translation, "SILENT_S", 0.0)
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "piece 0 is translated by another rank" in caplog.text
+
+
+def test_progress_goes_on_where_it_was(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO)
+    with interrupted(monkeypatch, 14, Interrupted(signal.SIGTERM)):
+        assert translate(translator, source) == 75
+    caplog.clear()
+    monkeypatch.setattr("deepspeed_nmt.console.PLAIN_LINE_EVERY_S", 0.0)
+    assert translate(translator, source) == 0
+    lines = [record.getMessage() for record in caplog.records if " of 25 sentences" in record.getMessage()]
+    first = int(lines[0].split()[1])
+    assert first > 8 and lines[-1].startswith("translate: 25 of 25 sentences, ") and lines[-1].endswith(" 0 s left")
