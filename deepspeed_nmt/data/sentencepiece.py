@@ -122,6 +122,10 @@ class SentencePieceTokenizer(Tokenizer):
             return [*special, *self._words[UNK + 1 :]]
         return [self._processor.id_to_piece(number) for number in range(self.size)]
 
+    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
+        """Return the model twice; None for segmented text, which no model segments."""
+        return None if self.segmented else (self.model, self.model)
+
     def reference(self, text: str) -> str:
         """Remove the ``@@ `` marks of segmented text; raw text stays as it is."""
         return _CONTINUATION.sub("", text) if self.segmented else text

@@ -129,6 +129,25 @@ class CTranslate2Search:
                     best = self._until(sources[number], settings, limit)
                 yield number, sorted(best, key=lambda each: each.score, reverse=True)
 
+    def token_log_probs(
+        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[float]]:
+        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
+
+        Args:
+            sources: tokens of each sentence, without EOS.
+            targets: tokens of its translation, without EOS.
+            max_tokens: bound of a batch, in tokens of the source.
+        """
+        scored = self._model.score_batch(
+            [[self._source_pieces[token] for token in source] for source in sources],
+            [[self._target_pieces[token] for token in target] for target in targets],
+            max_batch_size=max_tokens,
+            batch_type="tokens",
+            max_input_length=0,
+        )
+        return [list(each.log_probs) for each in scored]
+
     def _translate(
         self, sources: Sequence[Sequence[int]], settings: BeamSettings, longest: int, suppress: bool
     ) -> list[list[Found]]:
