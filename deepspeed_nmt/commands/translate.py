@@ -16,11 +16,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands import runtime_options
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.evaluate.nbest import Candidate
-    from deepspeed_nmt.search.translate import Translation
+    from deepspeed_nmt.search.base import Translation
 
 HELP = "translate text with a trained run"
 
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
     )  # fmt: skip
+    runtime_options.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.files import atomic_text_writer, open_text, replaces, text_lines
 
@@ -111,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--output must be another file than --input, but {target} is the source text; give another path"
             )
-        translator = Translator.open(
+        translator = runtime_options.opener(arguments)(
             arguments.run,
             checkpoint=arguments.checkpoint,
             device=arguments.device,

@@ -21,6 +21,8 @@ SENTENCES = 1000
 """Sentences that are translated by both programs."""
 LEAST_IDENTICAL = 0.99
 """Share of identical translations that an export in fp32 must reach."""
+_SHOWN = 20
+"""Differences of a beam size in the table."""
 MOST_BLEU_LOST = 0.3
 """BLEU that an export in int8 may lose."""
 
@@ -199,15 +201,18 @@ class Certificate(Config):
             )
         lines += ["", text_table(rows)]
         for each in self.comparisons:
-            for one in each.differences:
-                sign = "<=" if one.explained else ">"
+            # Those that are no near-ties first.
+            for one in sorted(each.differences, key=lambda one: (one.explained, one.line))[:_SHOWN]:
+                within = "within" if one.margin <= each.tolerance else "above"
                 lines += [
                     "",
-                    f"beam {each.beam}, line {one.line}: margin {one.margin:.1e} {sign} {each.tolerance:.1e} "
-                    f"between {one.kind}",
+                    f"beam {each.beam}, line {one.line}: margin {one.margin:.1e} between {one.kind}, {within} the "
+                    f"tolerance of {each.tolerance:.1e}",
                     f"  here   {one.here}",
                     f"  there  {one.there}",
                 ]
+            if (more := len(each.differences) - _SHOWN) > 0:
+                lines += ["", f"beam {each.beam}: {more:,} further differences are in {CERTIFICATE_FILE}"]
         lines += ["", *(f"problem: {problem}" for problem in self.problems)] if self.problems else []
         lines += ["", *(f"sha256 of {name}: {digest}" for name, digest in self.hashes.items())]
         return "\n".join(lines)

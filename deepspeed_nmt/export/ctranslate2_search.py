@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
@@ -34,10 +36,10 @@ _NO_PENALTY = 1e-6
 class BeamSettings(Config):
     """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
 
-    beam: int
+    beam: int = Field(ge=1, le=10_000)
     length_penalty: str
-    max_length_ratio: float
-    max_length_extra: int
+    max_length_ratio: float = Field(ge=0.0, le=100.0)
+    max_length_extra: int = Field(ge=0, le=100_000)
 
     def limit(self, source_tokens: int, longest: int) -> int:
         """Return the most tokens that a translation may have, EOS included.

@@ -317,7 +317,7 @@ def _comparison(
     same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
     gaps = [abs(one.score - two.score) for one, two, is_same in zip(own, other, same, strict=True) if is_same]
     gaps = [gap for gap in gaps if not math.isnan(gap)]
-    tolerance = max(_LEAST_TOLERANCE, 10.0 * logit_difference, 2.0 * max(gaps, default=0.0))
+    tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max(gaps, default=0.0))
     config = BeamConfig(**settings.model_dump())
     differences = []
     for number, is_same in enumerate(same):
@@ -355,3 +355,23 @@ def _versions(format: str) -> dict[str, str]:
     packages = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "safetensors": "safetensors"}
     names = ("torch", packages[format])
     return {"deepspeed_nmt": deepspeed_nmt.__version__, **{name: importlib.metadata.version(name) for name in names}}
+
+
+def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
+    """Return True if a certificate is of a run's settings, vocabulary and weights of now.
+
+    Args:
+        certificate: of an export of the run.
+        path: run directory.
+        checkpoint: best, last, average, or a path.
+
+    Raises:
+        UserError: if the run cannot be opened.
+    """
+    run = Run.open(path)
+    now = {
+        "config.yaml": run.files["config.yaml"].sha256,
+        "vocabulary": run.tokenizer.digest,
+        "weights": run.checkpoint(checkpoint).weights_digest,
+    }
+    return all(certificate.hashes.get(name) == digest for name, digest in now.items())
