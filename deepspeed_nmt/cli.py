@@ -11,7 +11,9 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
+from types import ModuleType
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
@@ -25,11 +27,17 @@ COMMANDS = (
 )
 """Names of the commands.
 
-Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),
-which returns the exit status. Only the requested one is imported, and its functions import what they need: `--help`
-need not wait for torch.
+Each is a module of deepspeed_nmt.commands (with _ for -, and after a keyword of Python) that defines HELP,
+add_arguments(parser) and run(arguments), which returns the exit status. Only the requested one is imported, and its
+functions import what they need: `--help` need not wait for torch.
 """
 _SETTING = re.compile(r"[\w.]+=")
+
+
+def module_of(command: str) -> ModuleType:
+    """Import the module of a command."""
+    name = command.replace("-", "_") + "_" * iskeyword(command)
+    return importlib.import_module(f"deepspeed_nmt.commands.{name}")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -43,7 +51,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         if command is not None and command != name:
             commands.add_parser(name)
             continue
-        module = importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}")
+        module = module_of(name)
         module.add_arguments(
             commands.add_parser(
                 name,
@@ -93,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         arguments.settings += rest  # argparse accepts settings on one side of the options only
     setup_logging()
-    module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
+    module = module_of(arguments.command)
     try:
         _check_working_directory()
         setup_logging(place().rank)

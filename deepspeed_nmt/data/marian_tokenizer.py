@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class MarianTokenizer(Tokenizer):
     """
 
     def __init__(
-        self, models: tuple[bytes, bytes], numbers: tuple[Mapping[str, int], Mapping[str, int]], special: dict[str, int]
+        self,
+        models: tuple[bytes, bytes],
+        numbers: tuple[Mapping[str, int], Mapping[str, int]],
+        special: dict[str, int],
     ) -> None:
         self._models, self._special = models, special
         self._numbers: dict[Side, dict[str, int]] = dict(zip(SIDES, map(dict, numbers), strict=True))
@@ -54,9 +58,17 @@ class MarianTokenizer(Tokenizer):
             except RuntimeError as error:
                 raise DataError(f"the vocabulary must have SentencePiece models, but one is none: {error}") from error
         self._shared = self._numbers["source"] == self._numbers["target"]
-        target = Vocabulary(len(self._pieces["target"]), **special)
-        source = None if self._shared else Vocabulary(len(self._pieces["source"]), **special)
-        self.vocabulary = Vocabulary(len(self._pieces["target"]), **special, own_source=source) if source else target
+        source, target = (
+            Vocabulary(
+                len(self._pieces[side]),
+                pad=special["pad"],
+                bos=special["bos"],
+                eos=special["eos"],
+                unk=special["unk"],
+            )
+            for side in SIDES
+        )
+        self.vocabulary = target if self._shared else replace(target, own_source=source)
 
     @classmethod
     def read(cls, path: Path, info: Mapping[str, Any]) -> MarianTokenizer:

@@ -163,7 +163,9 @@ class Certificate(Config):
             certificate = cls.model_validate_json(content)
         except (DamagedRecordError, ValidationError) as error:
             what = str(error) if isinstance(error, DamagedRecordError) else "its content is wrong"
-            raise DataError(f"{directory} must be an export with its certificate, but {what}; export again") from error
+            raise DataError(
+                f"{directory} must be an export with its certificate, but {what}; export again"
+            ) from error
         for name, record in certificate.files.items():
             if problem := record.problem(directory / name):
                 raise DataError(f"{directory / name} must be as it was exported, but {problem}; export again")
@@ -234,11 +236,11 @@ def problems_of(comparisons: tuple[Comparison, ...], precision: str) -> tuple[st
                     f"{each.identical:,} of {each.sentences:,} are"
                 )
             if each.unexplained:
-                found.append(
-                    f"differences must be near-ties, but {each.unexplained:,} at beam {each.beam} are not"
-                )
+                found.append(f"differences must be near-ties, but {each.unexplained:,} at beam {each.beam} are not")
         elif each.bleu_here is not None and each.bleu_there is not None:
             lost = each.bleu_here - each.bleu_there
             if lost > MOST_BLEU_LOST:
-                found.append(f"{precision} must lose at most {MOST_BLEU_LOST} BLEU, but loses {lost:.2f} at beam {each.beam}")
+                found.append(
+                    f"{precision} must lose at most {MOST_BLEU_LOST} BLEU, but loses {lost:.2f} at beam {each.beam}"
+                )
     return tuple(found)

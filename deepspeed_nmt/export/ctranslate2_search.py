@@ -1,6 +1,6 @@
 """Beam search of CTranslate2 with the rules of :mod:`deepspeed_nmt.search.beam`. Nothing here imports torch.
 
-CTranslate2, too, stops a sentence when K hypotheses have finished. These are asked for, and ranked here, by any length
+CTranslate2, too, stops a sentence when K hypotheses have finished. All K are requested, and ranked here by any length
 penalty. Two rules differ:
 
 - It has one length limit for a whole batch, and cuts hypotheses off there. So a sentence that it searches beyond the
@@ -99,7 +99,8 @@ class CTranslate2Search:
             import ctranslate2
         except ImportError as error:
             raise ConfigError(
-                f"the package ctranslate2 must be installed for CTranslate2's models, but is not; install it ({EXTRA})"
+                "the package ctranslate2 must be installed for CTranslate2's models, but is not; install it "
+                f"({EXTRA})"
             ) from error
         try:
             self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)

@@ -1,8 +1,9 @@
 """Rewriting of plain Transformers for programs that know fewer kinds of layers. What they compute stays the same.
 
 **DeepNorm.** A sub-layer computes LN(alpha x + f(x)). The rewritten one carries y = alpha x from sub-layer to
-sub-layer: its matrices that read the state are divided by alpha, its LayerNorm's output is multiplied by alpha, and so
-it computes alpha LN(y + f(y / alpha)), post-norm with the same sums. The last LayerNorm of a stack is not multiplied.
+sub-layer: its matrices that read the state are divided by alpha, the output of its LayerNorm is multiplied by alpha.
+It computes alpha LN(y + f(y / alpha)), which is post-norm with the same sums. The last LayerNorm of a stack keeps its
+output.
 
 **Layers without cross-attention.** They get one whose output is zero. In pre-norm the state passes it unchanged. In
 post-norm it meets a second LayerNorm in a row: the first one then only standardises, and the second one has the

@@ -19,7 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deepspeed_nmt.core.plain import NotPlainError, PlainAttention, PlainLinear, PlainNorm, PlainStack, PlainTransformer
+from deepspeed_nmt.core.plain import (
+    NotPlainError,
+    PlainAttention,
+    PlainLinear,
+    PlainNorm,
+    PlainStack,
+    PlainTransformer,
+)
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.export.folding import fill_cross_attention, fold_deepnorm
 
@@ -53,7 +60,9 @@ def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Voca
         OSError: if a file cannot be written.
     """
     if model.norm_eps != _EPS:
-        raise NotPlainError(f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}")
+        raise NotPlainError(
+            f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
+        )
     model = fill_cross_attention(fold_deepnorm(model))
     kind, name = _CLASSES[model.norm]
     state = dict(_state(model, longest))

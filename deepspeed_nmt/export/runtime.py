@@ -183,8 +183,8 @@ class ExportedTranslator:
         ]
         if nbest > self._settings.beam:
             problems.append(
-                f"{option('nbest')} must be at most {option('beam')}, which is {self._settings.beam}, but is {nbest}; "
-                f"raise {option('beam')} to {nbest}"
+                f"{option('nbest')} must be at most {option('beam')}, which is {self._settings.beam}, but is "
+                f"{nbest}; raise {option('beam')} to {nbest}"
             )
         if problems:
             raise ConfigError(problems)

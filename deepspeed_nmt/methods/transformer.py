@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
-from deepspeed_nmt.core.plain import NotPlainError, PlainLinear, PlainTransformer, describe
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
+from deepspeed_nmt.core.plain import NotPlainError, PlainLinear, PlainTransformer, describe
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between

@@ -21,7 +21,14 @@ from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.evaluate.scoring import read_sentences
-from deepspeed_nmt.export.certificate import CERTIFICATE_FILE, SENTENCES, Certificate, Comparison, Difference, problems_of
+from deepspeed_nmt.export.certificate import (
+    CERTIFICATE_FILE,
+    SENTENCES,
+    Certificate,
+    Comparison,
+    Difference,
+    problems_of,
+)
 from deepspeed_nmt.export.ctranslate2_search import BeamSettings, Found
 from deepspeed_nmt.export.ctranslate2_weights import longest_positions
 from deepspeed_nmt.export.formats import FORMATS, Format, OwnProgram, Program, Subject
@@ -190,7 +197,9 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists() and not is_export(out):
-        raise ConfigError(f"--out must be a new directory or an older export, but {out} is neither; give another path")
+        raise ConfigError(
+            f"--out must be a new directory or an older export, but {out} is neither; give another path"
+        )
     if out.exists() and not overwrite:
         raise ConfigError(f"--out must be a new directory, but {out} has an export; add --overwrite to replace it")
 

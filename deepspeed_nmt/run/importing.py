@@ -22,9 +22,10 @@ from deepspeed_nmt.export.huggingface_weights import own_names, shared_embedding
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name
 from deepspeed_nmt.huggingface import MarianFiles, load_marian
 from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.nn.embedding import POSITIONS
-from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.directory import ENVIRONMENT_FILE
+from deepspeed_nmt.run.environment import environment
 from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord, replace_files
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import RunRecord
@@ -94,7 +95,9 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
     for setting, there in (("ffn_dim", "ffn_dim"), ("heads", "attention_heads")):
         sides = [config[f"{side}_{there}"] for side in ("encoder", "decoder")]
         if sides[0] != sides[1]:
-            problems.append(f"--from must have the same {setting} on both sides, but {name} has {sides[0]} and {sides[1]}")
+            problems.append(
+                f"--from must have the same {setting} on both sides, but {name} has {sides[0]} and {sides[1]}"
+            )
     if not config.get("scale_embedding", False):
         problems.append(f"--from must scale its embeddings (scale_embedding), but {name} does not")
     if config["activation_function"] not in _ACTIVATIONS:
@@ -108,7 +111,7 @@ def _model_settings(files: MarianFiles, name: str) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return {
-        "name": "transformer",
+        "name": MODELS.default,
         "dim": config["d_model"],
         "ffn_dim": config["encoder_ffn_dim"],
         "heads": config["encoder_attention_heads"],
@@ -129,7 +132,7 @@ def _positions(files: MarianFiles) -> str | None:
     """Return the name of the model's positions; None if it has others."""
     tables = [files.weights[f"model.{side}.embed_positions.weight"] for side in ("encoder", "decoder")]
     for name, function in POSITIONS.items():
-        if all(_close(table, function(*table.shape, None)) for table in tables):
+        if all(_close(table, function(table.shape[0], table.shape[1], None)) for table in tables):
             return name
     return None
 

@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = import_marian(arguments.origin, arguments.run)
     model = config.model.model_dump()
-    shape = ", ".join(f"{key}={model[key]}" for key in ("encoder_layers", "decoder_layers", "dim", "ffn_dim", "heads"))
+    shape = ", ".join(
+        f"{key}={model[key]}" for key in ("encoder_layers", "decoder_layers", "dim", "ffn_dim", "heads")
+    )
     output(f"{arguments.run}: {shape}")
     return 0
