@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to compare translations of (default: test, validation and training set of the run's data)",
     )  # fmt: skip
     parser.add_argument("--reference", type=Path, metavar="F", help="translations of --source, for BLEU")
-    parser.add_argument(
-        "--sentences", type=int, default=1000, metavar="N", help="sentences to compare (default: %(default)s)"
-    )
+    parser.add_argument("--sentences", type=int, metavar="N", help="sentences to compare (default: 1000)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older export")
 
 
@@ -64,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--precision {arguments.precision} needs --format ctranslate2, but the format is {arguments.format}; "
             "leave out --precision"
         )
-    if arguments.sentences < 1:
+    if arguments.sentences is not None and arguments.sentences < 1:
         raise ConfigError(f"--sentences must be at least 1, but is {arguments.sentences}")
     request = ExportRequest(
         run=arguments.run,

@@ -6,7 +6,8 @@ penalty. Two rules differ:
 - It has one length limit for a whole batch, and cuts hypotheses off there. So a sentence that it searches beyond the
   limit of its own is searched again, alone, until one token before this limit; the unfinished hypotheses are then
   extended by EOS, at its log-probability.
-- It predicts padding and BOS. A sentence with a hypothesis that contains them is searched again without them.
+- It may predict padding and BOS. A sentence with a hypothesis that contains them is searched again without them. They
+  can displace other hypotheses of the beam, too; this happens with models that have learnt little.
 
 Legend: K beam.
 """
@@ -29,6 +30,8 @@ from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 EXTRA = "pip install 'ctranslate2>=4.5,<5'"
 """Command that installs CTranslate2, for messages."""
+_EXTREME = 8.0
+"""Exponent by which CTranslate2 prefers long hypotheses to short ones, whatever their log-probabilities."""
 _NO_PENALTY = 1e-6
 """Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
 
@@ -128,6 +131,9 @@ class CTranslate2Search:
                 best = hypotheses
                 if self._has_special(best):
                     best = self._translate([sources[number]], settings, limit, True)[0]
+                    if all(len(each.tokens) < limit for each in best):
+                        # Without these tokens, the probabilities of the others are larger there.
+                        best = self._scored(sources[number], [each.tokens for each in best], settings)
                 if any(len(each.tokens) >= limit for each in best):
                     best = self._until(sources[number], settings, limit)
                 yield number, sorted(best, key=lambda each: each.score, reverse=True)
@@ -157,11 +163,23 @@ class CTranslate2Search:
         """Translate one batch; hypotheses of ``longest`` tokens have no EOS."""
         penalty = LengthPenalty.parse(settings.length_penalty)
         exponent = penalty.exponent or _NO_PENALTY
+        return [
+            [
+                self._found(pieces, score * (len(pieces) + 1) ** exponent, penalty)
+                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in self._run(sources, settings.beam, exponent, longest, suppress)
+        ]
+
+    def _run(
+        self, sources: Sequence[Sequence[int]], beam: int, exponent: float, longest: int, suppress: bool
+    ) -> list[Any]:
+        """Run CTranslate2's search; of the finished hypotheses it returns the best K by its own penalty."""
         special = (self._vocabulary.pad, self._vocabulary.bos)
-        results = self._model.translate_batch(
+        results: list[Any] = self._model.translate_batch(
             [[self._source_pieces[token] for token in source] for source in sources],
-            beam_size=settings.beam,
-            num_hypotheses=settings.beam,
+            beam_size=beam,
+            num_hypotheses=beam,
             length_penalty=exponent,
             max_decoding_length=longest,
             min_decoding_length=0,
@@ -169,13 +187,7 @@ class CTranslate2Search:
             return_scores=True,
             suppress_sequences=[[self._target_pieces[token]] for token in special] if suppress else None,
         )
-        return [
-            [
-                self._found(pieces, score * (len(pieces) + 1) ** exponent, penalty)
-                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
-            ]
-            for result in results
-        ]
+        return results
 
     def _found(self, pieces: Sequence[str], log_prob: float, penalty: LengthPenalty) -> Found:
         tokens = [self._numbers[piece] for piece in pieces]
@@ -186,10 +198,27 @@ class CTranslate2Search:
         return any(not special.isdisjoint(each.tokens) for each in hypotheses)
 
     def _until(self, source: Sequence[int], settings: BeamSettings, limit: int) -> list[Found]:
-        """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS."""
-        hypotheses: list[list[int]] = [[]]
-        if limit > 1:
-            hypotheses = [each.tokens for each in self._translate([source], settings, limit - 1, True)[0]]
+        """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS.
+
+        CTranslate2 returns K hypotheses of those that have finished and those that it cuts off. With one extreme
+        penalty these are the finished ones, with the other those cut off one token before the limit. Of hypotheses
+        that are cut off at the limit, the tokens before the last one are such hypotheses, too.
+        """
+        cut = limit - 1
+        found: dict[tuple[int, ...], None] = {} if cut else {(): None}
+        for longest, exponent in ((cut, -_EXTREME), (cut, _EXTREME), (limit, _EXTREME)) if cut else ():
+            (result,) = self._run([source], settings.beam, exponent, longest, True)
+            for pieces in result.hypotheses:
+                tokens = [self._numbers[piece] for piece in pieces]
+                if longest == cut or len(tokens) == limit:
+                    found[tuple(tokens[:cut])] = None
+        best = self._scored(source, list(found), settings)
+        return sorted(best, key=lambda each: each.score, reverse=True)[: settings.beam]
+
+    def _scored(
+        self, source: Sequence[int], hypotheses: Sequence[Sequence[int]], settings: BeamSettings
+    ) -> list[Found]:
+        """Score translations of a sentence by the probabilities of all tokens, EOS included."""
         penalty = LengthPenalty.parse(settings.length_penalty)
         texts = [[self._target_pieces[token] for token in tokens] for tokens in hypotheses]
         sources = [[self._source_pieces[token] for token in source]] * len(texts)

@@ -44,6 +44,7 @@ BEAMS = (1, 5)
 """Beam sizes of a certificate."""
 _LEAST_TOLERANCE = 1e-4
 """Margin (nats) of a near-tie, at least; sums of log-probabilities differ by some 1e-5 between programs in fp32."""
+_LARGEST_TOLERANCE = 1e-2
 _LARGEST_LOGIT_DIFFERENCE = 1e-3
 _SCORED = 50
 """Translations whose tokens' log-probabilities are compared."""
@@ -61,7 +62,7 @@ class ExportRequest:
         exit: exit of the model; None for the top.
         source: text to compare translations of; None for that of the run's data.
         reference: translations of the text; None without such, or for those of the run's data.
-        sentences: number of sentences to compare.
+        sentences: number of sentences to compare; None: 1,000.
     """
 
     run: Path
@@ -71,7 +72,7 @@ class ExportRequest:
     exit: str | None = None
     source: Path | None = None
     reference: Path | None = None
-    sentences: int = SENTENCES
+    sentences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
         return build_model(config, vocabulary).at_exit(request.exit or TOP)
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild)
-    text = _text(run, request, longest)
+    text = _text(run, request, longest, request.sentences or SENTENCES)
     with replacing(out, is_export), staged(out) as new:
         try:
             format.write(new, subject)
@@ -217,7 +218,7 @@ def _longest(run: Run, model: TranslationModel, settings: BeamSettings) -> int:
     return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
 
 
-def _text(run: Run, request: ExportRequest, longest: int) -> _Text:
+def _text(run: Run, request: ExportRequest, longest: int, most: int) -> _Text:
     """Return the text to compare translations of: test set, validation set, then training set.
 
     Raises:
@@ -248,9 +249,9 @@ def _text(run: Run, request: ExportRequest, longest: int) -> _Text:
                 files = [data.text(split, side) for side in ("source", "target")]
                 pairs += zip(*(read_sentences(str(file)) for file in files), strict=True)
                 parts.append(split)
-        if len(pairs) < request.sentences:
+        if len(pairs) < most:
             corpus, tokenizer = data.corpus("train"), run.tokenizer
-            for index in range(min(len(corpus), request.sentences - len(pairs))):
+            for index in range(min(len(corpus), most - len(pairs))):
                 source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
                 pairs.append((tokenizer.decode(source, "source"), tokenizer.decode(target, "target")))
             parts.append("train")
@@ -258,7 +259,7 @@ def _text(run: Run, request: ExportRequest, longest: int) -> _Text:
     if references is None and request.precision != "float32":
         raise ConfigError(f"--precision {request.precision} is judged by BLEU; add --reference to --source")
     encode = run.tokenizer.encode
-    kept = [pair for pair in pairs if pair[0].strip() and 0 < len(encode(pair[0])) < longest][: request.sentences]
+    kept = [pair for pair in pairs if pair[0].strip() and 0 < len(encode(pair[0])) < longest][:most]
     if not kept:
         raise DataError(f"the text to compare translations of must have sentences, but {origin} has none")
     return _Text(
@@ -324,9 +325,13 @@ def _comparison(
     tokenizer = subject.tokenizer
     texts = [[tokenizer.decode(each.tokens) for each in found] for found in (own, other)]
     same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
-    gaps = [abs(one.score - two.score) for one, two, is_same in zip(own, other, same, strict=True) if is_same]
-    gaps = [gap for gap in gaps if not math.isnan(gap)]
-    tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max(gaps, default=0.0))
+    scores, log_probs = (
+        _gaps([(getattr(one, name), getattr(two, name)) for one, two in zip(own, other, strict=True)], same)
+        for name in ("score", "log_prob")
+    )
+    tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max([*scores, *log_probs], default=0.0))
+    if subject.precision == "float32":  # a wrong export must not excuse its differences
+        tolerance = min(tolerance, _LARGEST_TOLERANCE)
     config = BeamConfig(**settings.model_dump())
     differences = []
     for number, is_same in enumerate(same):
@@ -350,7 +355,7 @@ def _comparison(
         beam=settings.beam,
         sentences=len(sources),
         identical=sum(same),
-        score_difference=max(gaps, default=None),
+        score_difference=max(scores, default=None),
         tolerance=tolerance,
         differences=tuple(differences),
         bleu_here=None if scorer is None else scorer.first(texts[0]),
@@ -358,6 +363,12 @@ def _comparison(
         seconds_here=seconds[0],
         seconds_there=seconds[1],
     )
+
+
+def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[float]:
+    """Return the differences between numbers of both programs for identical translations; one may give none."""
+    gaps = [abs(one - two) for (one, two), is_same in zip(pairs, same, strict=True) if is_same]
+    return [gap for gap in gaps if not math.isnan(gap)]
 
 
 def _versions(format: str) -> dict[str, str]:
