@@ -45,7 +45,9 @@ BEAMS = (1, 5)
 _LEAST_TOLERANCE = 1e-4
 """Margin (nats) of a near-tie, at least; sums of log-probabilities differ by some 1e-5 between programs in fp32."""
 _LARGEST_TOLERANCE = 1e-2
+"""Bound of that margin in fp32."""
 _LARGEST_LOGIT_DIFFERENCE = 1e-3
+"""Largest difference (nats) of a token's log-probability in fp32."""
 _SCORED = 50
 """Translations whose tokens' log-probabilities are compared."""
 

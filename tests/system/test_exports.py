@@ -16,6 +16,7 @@ from deepspeed_nmt.core.plain import PlainTransformer
 from deepspeed_nmt.export import ctranslate2_weights, formats
 from deepspeed_nmt.export.certificate import Certificate
 from deepspeed_nmt.run import exporting
+from tests.system.test_imports import modules_of
 
 pytest.importorskip("ctranslate2")
 
@@ -38,7 +39,7 @@ def _few_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def export(run: Path, out: Path, *options: str, format: str = "ctranslate2") -> int:
     """Run `export` in this process, on few sentences."""
-    words = ["export", "--run", str(run), "--format", format, "--out", str(out), "--sentences", "120", *options]
+    words = ["export", "--run", str(run), "--format", format, "--out", str(out), "--sentences", "60", *options]
     return main(words)
 
 
@@ -60,7 +61,7 @@ def with_exits(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run for CTranslate2, by a certificate of 120 sentences."""
+    """The run for CTranslate2, by a certificate of 60 sentences."""
     out = tmp_path_factory.mktemp("exported") / "out"
     assert export(run, out) == 0
     return out
@@ -71,7 +72,7 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert certificate.passed and certificate.exporter == "ctranslate2" and certificate.update == 160
     assert [each.beam for each in certificate.comparisons] == [1, 5]
     for each in certificate.comparisons:
-        assert each.sentences == 120 and each.share >= 0.99 and each.unexplained == 0
+        assert each.sentences == 60 and each.share >= 0.99 and each.unexplained == 0
         assert each.bleu_here is not None and each.bleu_there is not None
         assert each.bleu_here == pytest.approx(each.bleu_there, abs=0.5)
         assert each.score_difference is not None and each.score_difference < 1e-4
@@ -80,7 +81,7 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert "nrefs:1" in certificate.signature and certificate.metric == "bleu"
     assert {"model.bin", "vocabulary.model", "deepspeed_nmt.json"} <= set(certificate.files)
     table = (exported / "certificate.txt").read_text()
-    assert "120 sentences: test+valid+train of" in table and "passed" in table and "100.00%" in table
+    assert "60 sentences: test+valid+train of" in table and "passed" in table and "100.00%" in table
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,18 @@ def test_exits_and_formats_are_certified(format: str, options: list[str], with_e
         pytest.importorskip("transformers")
     status = export(with_exits, tmp_path / "out", *options, format=format)
     certificate = Certificate.read(tmp_path / "out")
-    lost = [each for each in certificate.problems if "must lose" in each]  # of a model that has learnt little
-    assert (status, certificate.problems) == (1 if lost else 0, tuple(lost))
+    assert status == (0 if certificate.passed else 1)
+    # The model has learnt little. In int8 it can lose BLEU, and at its length limits transformers searches otherwise.
+    expected = "must lose at most" if "int8" in options else "none"
+    if format == "huggingface":
+        expected = "identical at beam 5"
+    assert all(expected in each for each in certificate.problems), certificate.problems
+    if format == "huggingface":
+        kinds = {one.kind for each in certificate.comparisons for one in each.differences if not one.margin < 1e-4}
+        assert kinds <= {"hypotheses at the length limit"}
+        assert certificate.comparisons[0].share >= 0.99
+    if "int8" not in options:
+        assert certificate.logit_difference is not None and certificate.logit_difference < 1e-4
     assert certificate.exit in options
     if format == "safetensors":
         assert all(each.identical == each.sentences for each in certificate.comparisons)
@@ -140,6 +151,9 @@ def test_ctranslate2_translates_as_the_run_and_exports_it_once(
     same = sum(one == other for one, other in zip(*lists, strict=True))
     assert same > 0.9 * len(lists[0])  # the last ones of a list may be others
     assert "exported" not in capsys.readouterr().err
+    words = ["translate", "--run", str(run), "--runtime", "ctranslate2", "--input", str(source), "--output", "-"]
+    found = modules_of(*words)
+    assert "ctranslate2" in found and not found & {"torch", "transformers", "safetensors"}
     (export_of,) = (run / "exports").glob("ctranslate2-*/")
     (export_of / "model.bin").write_bytes(b"damaged")
     assert translate(run, source, there, "--runtime", "ctranslate2") == 0
