@@ -27,19 +27,19 @@ LEARN = [
     *("validation.metrics=[]", "engine.device=cpu"),
 ]
 DEEP = ["model.norm=deepnorm", "model.decoder_layers=3", "layer.name=cross_attention_drop", "layer.drop_depth=1"]
-EXITS = ["model.norm=post", "model.decoder_layers=2", "objective.label_smoothed=null"]
+EXITS = ["model.norm=pre", "model.decoder_layers=2", "objective.label_smoothed=null"]
 EXITS += ["objective.multi_softmax.exits=all"]
 
 
 @pytest.fixture(autouse=True)
 def _few_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare few sentences, also in the exports that `translate` makes."""
-    monkeypatch.setattr(exporting, "SENTENCES", 60)
+    monkeypatch.setattr(exporting, "SENTENCES", 120)
 
 
 def export(run: Path, out: Path, *options: str, format: str = "ctranslate2") -> int:
     """Run `export` in this process, on few sentences."""
-    words = ["export", "--run", str(run), "--format", format, "--out", str(out), "--sentences", "60", *options]
+    words = ["export", "--run", str(run), "--format", format, "--out", str(out), "--sentences", "120", *options]
     return main(words)
 
 
@@ -61,7 +61,7 @@ def with_exits(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run for CTranslate2, by a certificate of 60 sentences."""
+    """The run for CTranslate2, by a certificate of 120 sentences."""
     out = tmp_path_factory.mktemp("exported") / "out"
     assert export(run, out) == 0
     return out
@@ -72,7 +72,7 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert certificate.passed and certificate.exporter == "ctranslate2" and certificate.update == 160
     assert [each.beam for each in certificate.comparisons] == [1, 5]
     for each in certificate.comparisons:
-        assert each.sentences == 60 and each.share >= 0.99 and each.unexplained == 0
+        assert each.sentences == 120 and each.share >= 0.99 and each.unexplained == 0
         assert each.bleu_here is not None and each.bleu_there is not None
         assert each.bleu_here == pytest.approx(each.bleu_there, abs=0.5)
         assert each.score_difference is not None and each.score_difference < 1e-4
@@ -81,7 +81,7 @@ def test_an_export_has_a_certificate(exported: Path, run: Path) -> None:
     assert "nrefs:1" in certificate.signature and certificate.metric == "bleu"
     assert {"model.bin", "vocabulary.model", "deepspeed_nmt.json"} <= set(certificate.files)
     table = (exported / "certificate.txt").read_text()
-    assert "60 sentences: test+valid+train of" in table and "passed" in table and "100.00%" in table
+    assert "120 sentences: test+valid+train of" in table and "passed" in table and "100.00%" in table
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,12 @@ def test_exits_and_formats_are_certified(format: str, options: list[str], with_e
     status = export(with_exits, tmp_path / "out", *options, format=format)
     certificate = Certificate.read(tmp_path / "out")
     assert status == (0 if certificate.passed else 1)
-    # The model has learnt little. In int8 it can lose BLEU, and at its length limits transformers searches otherwise.
-    expected = "must lose at most" if "int8" in options else "none"
-    if format == "huggingface":
-        expected = "identical at beam 5"
+    # The model has learnt little: in int8 it can lose BLEU, and translations that reach the length limit can differ.
+    expected = "must lose at most" if "int8" in options else "identical at beam 5"
     assert all(expected in each for each in certificate.problems), certificate.problems
-    if format == "huggingface":
-        kinds = {one.kind for each in certificate.comparisons for one in each.differences if not one.margin < 1e-4}
-        assert kinds <= {"hypotheses at the length limit"}
-        assert certificate.comparisons[0].share >= 0.99
+    for each in certificate.comparisons:
+        kinds = {one.kind for one in each.differences if one.margin > each.tolerance}
+        assert kinds <= {"hypotheses at the length limit"} and each.unexplained == 0
     if "int8" not in options:
         assert certificate.logit_difference is not None and certificate.logit_difference < 1e-4
     assert certificate.exit in options

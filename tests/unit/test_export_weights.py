@@ -26,6 +26,7 @@ from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import FORMATS, OwnProgram, Subject
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
 from deepspeed_nmt.methods import LAYERS, MODELS
+from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.run.importing import import_marian
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 
@@ -127,6 +128,16 @@ REFUSED = {
 def test_what_cannot_be_expressed_is_refused_with_the_reason(model: Any, reason: str) -> None:
     with pytest.raises(NotPlainError, match=reason):
         build(model).plain()
+
+
+def test_a_layer_that_computes_something_else_is_refused() -> None:
+    class Other(DecoderLayer):
+        pass
+
+    model = build({})
+    model.decoder.layers[1].__class__ = Other
+    with pytest.raises(NotPlainError, match="layer 2 of its decoder is no standard layer"):
+        model.plain()
 
 
 def test_a_pre_norm_model_of_two_vocabularies_is_no_model_of_hugging_face(tmp_path: Path) -> None:
