@@ -35,7 +35,8 @@ setup(
     ],
     extras_require={
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
-        "bert": ["transformers>=5,<6"],  # pretrained encoders
+        "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
+        "ctranslate2": ["ctranslate2>=4.5,<5"],  # exports for CTranslate2, and `translate --runtime ctranslate2`
     },
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},
 )

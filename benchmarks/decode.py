@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256] [--rounds 5]
 
 The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
-hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder layers, D=256, FFN 1,024,
-4 heads, V=8,000, sources of 16 tokens, translations of 24. Real sentences end at different lengths.
+hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder layers, D=256, FFN
+1,024, 4 heads, V=8,000, sources of 16 tokens, translations of 24. Real sentences end at different lengths.
 
 The programs take turns in a random order, so that other work on the machine affects all alike. `ratio` is the median,
 over the rounds, of CTranslate2's seconds in the same precision divided by the program's (of CTranslate2's in fp32 for
@@ -68,9 +68,7 @@ def ctranslate2(layers: int, vocabulary: Vocabulary, precision: str, directory: 
     pieces = [f"t{number}" for number in range(vocabulary.size)]
     where = directory / f"ctranslate2-{layers}-{precision}"
     where.mkdir()
-    write_ctranslate2(
-        where, build(layers, vocabulary).plain(), vocabulary, (pieces, pieces), LONGEST, PEERS[precision]
-    )
+    write_ctranslate2(where, build(layers, vocabulary).plain(), vocabulary, (pieces, pieces), LONGEST, precision)
     program = Translator(
         str(where), compute_type=PEERS[precision], inter_threads=1, intra_threads=torch.get_num_threads()
     )
@@ -141,9 +139,7 @@ def main() -> None:
                         sys.stdout.flush()
 
 
-def measure(
-    programs: dict[str, Translate], source_BS: Tensor, beam: int, rounds: int
-) -> dict[str, dict[str, float]]:
+def measure(programs: dict[str, Translate], source_BS: Tensor, beam: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return the columns of the table of each program."""
     taken: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(rounds + 1):

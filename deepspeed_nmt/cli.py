@@ -11,7 +11,9 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
+from types import ModuleType
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
@@ -19,14 +21,23 @@ from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, User
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
-COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
+COMMANDS = (
+    *("sample-data", "prepare", "train", "translate", "score", "average", "export", "import", "plan", "report"),
+    "selftest",
+)
 """Names of the commands.
 
-Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),
-which returns the exit status. Only the requested one is imported, and its functions import what they need: `--help`
-need not wait for torch.
+Each is a module of deepspeed_nmt.commands (with _ for -, and after a keyword of Python) that defines HELP,
+add_arguments(parser) and run(arguments), which returns the exit status. Only the requested one is imported, and its
+functions import what they need: `--help` need not wait for torch.
 """
 _SETTING = re.compile(r"[\w.]+=")
+
+
+def module_of(command: str) -> ModuleType:
+    """Import the module of a command."""
+    name = command.replace("-", "_") + "_" * iskeyword(command)
+    return importlib.import_module(f"deepspeed_nmt.commands.{name}")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -40,7 +51,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         if command is not None and command != name:
             commands.add_parser(name)
             continue
-        module = importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}")
+        module = module_of(name)
         module.add_arguments(
             commands.add_parser(
                 name,
@@ -99,7 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments: with the name of the command.
     """
     setup_logging()
-    module = importlib.import_module(f"deepspeed_nmt.commands.{arguments.command.replace('-', '_')}")
+    module = module_of(arguments.command)
     try:
         _check_working_directory()
         setup_logging(place().rank)

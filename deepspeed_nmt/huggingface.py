@@ -1,6 +1,6 @@
-"""Pretrained BERTs: shapes, weights and tokenizers, loaded through `transformers`.
+"""Pretrained models of `transformers`: BERTs, and translation models.
 
-A BERT is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
+A model is named by a folder, or by its name on the Hugging Face hub. No other file imports `transformers`, an
 optional package; this one imports it when a function is called.
 """
 
@@ -52,7 +52,7 @@ def load_shape(name: str, option: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the model cannot be loaded, is not a BERT, or is of a kind that is not supported.
     """
-    config = _load("AutoConfig", name, option, "config.json")
+    config = _load("AutoConfig", name, option, "config.json of a BERT")
     if config.model_type != "bert":
         raise ConfigError(f"{option} must be a BERT, but {name} has model_type={config.model_type}; name another")
     if config.hidden_act not in ("gelu", "relu"):
@@ -85,7 +85,7 @@ def load_weights(name: str, option: str) -> dict[str, Tensor]:
         ConfigError: if the weights cannot be loaded, or some are missing.
     """
     load_shape(name, option)
-    model, info = _load("BertForMaskedLM", name, option, "weights", output_loading_info=True)
+    model, info = _load("BertForMaskedLM", name, option, "weights of a BERT", output_loading_info=True)
     missing = {key for key in info["missing_keys"] if not key.startswith("cls.")}
     if missing or info["mismatched_keys"]:
         first = sorted(missing)[0] if missing else str(sorted(info["mismatched_keys"])[0])
@@ -104,7 +104,7 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
     Raises:
         ConfigError: if the tokenizer cannot be loaded, or lacks a special token or a vocabulary.
     """
-    tokenizer = _load("AutoTokenizer", name, option, "tokenizer")
+    tokenizer = _load("AutoTokenizer", name, option, "tokenizer of a BERT")
     numbers = {each: getattr(tokenizer, f"{each}_token_id", None) for each in SPECIAL}
     special = {each: int(number) for each, number in numbers.items() if number is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -113,6 +113,84 @@ def load_vocabulary(name: str, option: str) -> TokenizerFile:
         what = f"special tokens for {', '.join(lacking)}" if lacking else "a vocabulary (vocab.txt or tokenizer.json)"
         raise ConfigError(f"{option} must have a BERT's tokenizer, but {name} lacks {what}; name another")
     return TokenizerFile(backend.to_str(), special, backend.get_vocab_size())
+
+
+class MarianFiles(NamedTuple):
+    """A MarianMT model.
+
+    Attributes:
+        config: its configuration.
+        weights: fp32, by their names there, shared ones under each name.
+        numbers: number of each token; of the source's tokens if the target has its own.
+        target_numbers: number of each token of the target.
+        models: SentencePiece models of source and target.
+        special: tokens <unk>, </s> and <pad>.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    numbers: dict[str, int]
+    target_numbers: dict[str, int]
+    models: tuple[bytes, bytes]
+    special: dict[str, int]
+
+
+def load_marian(name: str, option: str) -> MarianFiles:
+    """Load a MarianMT model and its tokenizer.
+
+    Args:
+        name: a folder, or a name on the hub.
+        option: option that contains the name, for messages.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or is no MarianMT model.
+    """
+    config = _load("AutoConfig", name, option, "config.json of a MarianMT model")
+    if config.model_type != "marian":
+        raise ConfigError(f"{option} must be a MarianMT model, but {name} has model_type={config.model_type}")
+    model, info = _load("MarianMTModel", name, option, "weights of a MarianMT model", output_loading_info=True)
+    # Positions are not saved by most programs, and then computed.
+    if missing := sorted(key for key in info["missing_keys"] if "embed_positions" not in key):
+        raise ConfigError(f"{option} must have all weights of a MarianMT model, but {name} lacks {missing[0]}")
+    tokenizer = _load("MarianTokenizer", name, option, "tokenizer of a MarianMT model")
+    source, target = (Path(file).read_bytes() for file in tokenizer.spm_files)
+    numbers = dict(tokenizer.encoder)
+    return MarianFiles(
+        config=config.to_dict(),
+        weights={key: weight.detach().float() for key, weight in model.state_dict().items()},
+        numbers=numbers,
+        target_numbers=dict(tokenizer.target_encoder) if tokenizer.separate_vocabs else numbers,
+        models=(source, target),
+        special={key: int(getattr(config, f"{key}_token_id")) for key in ("eos", "pad", "decoder_start")},
+    )
+
+
+class TranslationProgram:
+    """A translation model in `transformers`, as it translates by itself.
+
+    Args:
+        directory: folder of the model.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        option = "--out"
+        self.model = _load("AutoModelForSeq2SeqLM", str(directory), option, "weights of a translation model").eval()
+
+    def translate(self, source_BS: Tensor, mask_BS: Tensor, **options: Any) -> Any:
+        """Return what ``generate`` returns for a batch of sources, whose padding has a mask of 0."""
+        return self.model.generate(input_ids=source_BS, attention_mask=mask_BS, **options)
+
+    def log_probs(self, source_BS: Tensor, mask_BS: Tensor, target_input_BT: Tensor) -> Tensor:
+        """Compute the log-probabilities of all tokens after each prefix. Shape: (B,S), (B,S), (B,T) -> (B,T,V)."""
+        import torch
+
+        with torch.inference_mode():
+            found = self.model(input_ids=source_BS, attention_mask=mask_BS, decoder_input_ids=target_input_BT)
+        log_probs: Tensor = found.logits.float().log_softmax(dim=2)
+        return log_probs
 
 
 def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
@@ -156,7 +234,7 @@ def _load(kind: str, name: str, option: str, what: str, **options: Any) -> Any:
                 f"the hub cannot be reached ({unreachable}), and its cache on this machine lacks it; give a folder"
             )
         raise ConfigError(
-            f"{option} must be a folder or a name on the Hugging Face hub with the {what} of a BERT, but {name} "
+            f"{option} must be a folder or a name on the Hugging Face hub with the {what}, but {name} "
             f"could not be loaded: {reason or type(error).__name__}"
         ) from error
 

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "engine": {"kernels", "nn", "core", "parallel"},
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
+    "export": {"core", "search", "data", "evaluate"},
     "planning": {"kernels", "core", "data", "parallel", "engine"},
     "recipes": set(),
     "sample": set(),
@@ -75,6 +76,8 @@ def wrong_imports(where: str, path: str, source: str) -> list[str]:
             found.append(f"{path} imports {name}; only engine/deepspeed.py may")
         if name.split(".")[0] == "transformers" and path != "huggingface.py":
             found.append(f"{path} imports {name}; only huggingface.py may")
+        if name.split(".")[0] == "ctranslate2" and not path.startswith("export/ctranslate2_"):
+            found.append(f"{path} imports {name}; only export/ctranslate2_*.py may")
         if name.startswith("torch.distributed") and where not in DISTRIBUTED:
             found.append(f"{path} imports {name}; only {DISTRIBUTED} may")
         target = part_of(name) if name.startswith("deepspeed_nmt.") else ""
@@ -213,6 +216,7 @@ def test_the_check_finds_a_reference_to_a_method(source: str) -> None:
         ("nn", "nn/x.py", "def f():\n    import deepspeed_nmt.core.batch"),
         ("engine", "engine/plain.py", "import deepspeed"),
         ("data", "data/x.py", "from transformers import BertModel"),
+        ("export", "export/x.py", "from ctranslate2 import specs"),
         ("nn", "nn/x.py", "import torch.distributed as dist"),
         ("registry", "registry.py", "from deepspeed_nmt.core import batch"),
     ],

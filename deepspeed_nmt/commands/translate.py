@@ -11,11 +11,11 @@ list is `line ||| translation ||| features ||| score`, with lines counted from 0
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands import runtime_options
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("auto", "fp32", "bf16", "fp16", "int8"), default="auto",
         help="auto: 16 bit on a GPU, fp32 on a CPU; int8 is the fastest on a CPU (default: %(default)s)",
     )  # fmt: skip
+    runtime_options.add_arguments(parser)
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N",
         help="processes on this host's CPU that translate pieces of the file (default: %(default)s)",
@@ -104,14 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    from deepspeed_nmt.commands import translate_files as files
-    from deepspeed_nmt.console import counting
-    from deepspeed_nmt.files import atomic_text_writer, open_text, text_lines
+    from deepspeed_nmt.commands.translate_stream import checked_target, translate_stream
+    from deepspeed_nmt.files import open_text
     from deepspeed_nmt.parallel.launched import once_per_host
+
+    if arguments.runtime == "ctranslate2":
+        _check(arguments)
+        return runtime_options.translate(arguments, {name: getattr(arguments, name) for name in _SEARCH_OPTIONS})
+    from deepspeed_nmt.commands import translate_files as files
 
     with once_per_host(), ExitStack() as opened:
         _check(arguments)
-        target = files.checked_target(arguments)
+        target = checked_target(arguments)
         source = opened.enter_context(open_text(arguments.input))
         layout = files.layout(arguments, source, target)
         if arguments.workers == 1:
@@ -124,27 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
             return files.translate_by_workers(arguments)
         if layout.in_pieces:
             return files.translate(translator, arguments, source, layout)
-        if arguments.strict and source.seekable():  # a pipe is checked as it is read
-            start = source.tell()
-            translator.check(text_lines(source, arguments.input), arguments.max_source_tokens)
-            source.seek(start)
-        interactive = source.isatty()
-        writer = nullcontext(sys.stdout) if target is None else atomic_text_writer(target)
-        with writer as output, counting("translate", "sentences", layout.lines) as advance:
-            translations = translator.stream(
-                text_lines(source, arguments.input),
-                max_tokens=arguments.max_tokens,
-                buffer_lines=1 if interactive else layout.piece_lines,
-                nbest=arguments.nbest,
-                advance=advance,
-                max_source_tokens=arguments.max_source_tokens,
-                strict=arguments.strict,
-            )
-            for number, best in enumerate(translations):
-                output.write(files.written(arguments, number, best))
-                if interactive:
-                    output.flush()
-            output.flush()
+        translate_stream(translator, arguments, source, target, layout.lines, layout.piece_lines)
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from pathlib import Path
 from signal import SIGUSR1
 
 from deepspeed_nmt.api import Translator
+from deepspeed_nmt.commands.translate_stream import refuse_source_as_output, written
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.evaluate.nbest import Candidate
-from deepspeed_nmt.files import is_replaceable, replaces
+from deepspeed_nmt.files import is_replaceable
 from deepspeed_nmt.interruption import interruptible
 from deepspeed_nmt.parallel.device import uses_cuda
 from deepspeed_nmt.parallel.launched import place
@@ -26,7 +26,6 @@ from deepspeed_nmt.parallel.workers import run_workers
 from deepspeed_nmt.parallel.world import take_gpu
 from deepspeed_nmt.run.pieces import MAX_LINES, count_lines, lines_of_a_piece
 from deepspeed_nmt.run.translation import FileToTranslate, pieces_directory, translate_in_pieces
-from deepspeed_nmt.search.translate import Translation
 
 _INDEPENDENT = {"command", "run", "checkpoint", "input", "output", "device", "workers", "strict", "local_rank"}
 """Options on which the translation of a line does not depend, or whose files are compared instead."""
@@ -47,29 +46,13 @@ class Layout:
     piece_lines: int
 
 
-def checked_target(arguments: argparse.Namespace) -> Path | None:
-    """Return the output file; None for standard output.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
-    target = None if arguments.output == "-" else Path(arguments.output)
-    if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
-        raise ConfigError(f"--output must be a writable file, but {target} {what}; give another path")
-    return target
-
-
 def layout(arguments: argparse.Namespace, source: BufferedReader, target: Path | None) -> Layout:
     """Return the division of the input into pieces.
 
     Raises:
         ConfigError: if the output is the source text, or several ranks are to translate what is no file.
     """
-    if target is not None and replaces(target, source):
-        raise ConfigError(
-            f"--output must be another file than --input, but {target} is the source text; give another path"
-        )
+    refuse_source_as_output(target, source)
     ranks = place().ranks
     if arguments.workers < 1:
         raise ConfigError(f"--workers must be at least 1, but is {arguments.workers}")
@@ -121,20 +104,6 @@ def warned_once() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def written(arguments: argparse.Namespace, line: int, translations: Sequence[Translation]) -> str:
-    """Return the translations of a line, numbered from 0, as they are written."""
-    if arguments.nbest == 1:
-        return translations[0].text + "\n"
-    return "".join(f"{candidate}\n" for candidate in _candidates(line, translations))
-
-
-def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
-    """Yield the translations of a line as an n-best list."""
-    for each in translations:
-        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
-        yield Candidate(line, each.text, features, each.score)
 
 
 def translate(translator: Translator, arguments: argparse.Namespace, source: BufferedReader, layout: Layout) -> int:

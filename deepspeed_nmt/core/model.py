@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.plain import NotPlainError, PlainTransformer
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
@@ -130,9 +132,11 @@ class TranslationModel(DecodableModel):
 
     Attributes:
         projection: projection of decoder states to the vocabulary, shared by all exits.
+        not_plain: reason why other programs cannot express the model; a clause.
     """
 
     projection: Projection
+    not_plain: ClassVar[str] = "its method has no description as a plain Transformer"
 
     @property
     @abstractmethod
@@ -230,6 +234,14 @@ class TranslationModel(DecodableModel):
         if segments is not None:
             return segments
         return source_BS.ne(self.pad)[:, None, None, :] if padded else None
+
+    def plain(self) -> PlainTransformer:
+        """Describe the model as a plain Transformer. The description shares the weights.
+
+        Raises:
+            NotPlainError: if it is none.
+        """
+        raise NotPlainError(self.not_plain)
 
     def load_pretrained(self) -> bool:
         """Load the pretrained weights that a new run starts from. Return True if the model has any.

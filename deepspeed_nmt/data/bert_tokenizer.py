@@ -144,6 +144,11 @@ class BertTokenizer(Tokenizer):
         pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(token_of(each)) for each in numbers]
         return self._joined(pieces, side)
 
+    def pieces(self, side: Side) -> list[str]:
+        """Return the text of each token; see :meth:`Tokenizer.pieces`."""
+        each = self._sides[side]
+        return [str(each.id_to_token(number)) for number in range(each.get_vocab_size())]
+
     def reference(self, text: str) -> str:
         """Normalise a reference as the tokenizer does: lower case and accents, and spaces between its words."""
         target = self._sides["target"]

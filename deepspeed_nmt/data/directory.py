@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.marian_tokenizer import KIND, MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
@@ -21,7 +22,10 @@ from deepspeed_nmt.registry import Config, problem_of
 from deepspeed_nmt.text import TextForm
 
 META_FILE = "meta.json"
-VOCABULARY_FILES = (INFO_FILE, MODEL_FILE, *map(side_file, SIDES))
+VOCABULARY_FILES = (
+    *(INFO_FILE, MODEL_FILE, *map(side_file, SIDES)),
+    *(*MODEL_FILES.values(), *NUMBERS_FILES.values()),
+)
 """Names of the files that a vocabulary of any kind may have."""
 FORMAT: Literal[1] = 1
 
@@ -83,6 +87,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
         info = None
     if isinstance(info, dict) and info.get("kind") == "bert":
         return BertTokenizer.read(path, info)
+    if isinstance(info, dict) and info.get("kind") == KIND:
+        return MarianTokenizer.read(path, info)
     return SentencePieceTokenizer.read(path)
 
 

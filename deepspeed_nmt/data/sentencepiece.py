@@ -115,6 +115,17 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode(numbers)
         return text
 
+    def pieces(self, side: Side = "target") -> list[str]:
+        """Return the text of each token; see :meth:`Tokenizer.pieces`."""
+        if self.segmented:
+            special = [self._processor.id_to_piece(number) for number in range(UNK + 1)]
+            return [*special, *self._words[UNK + 1 :]]
+        return [self._processor.id_to_piece(number) for number in range(self.size)]
+
+    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
+        """Return the model twice; None for segmented text, which no model segments."""
+        return None if self.segmented else (self.model, self.model)
+
     def reference(self, text: str) -> str:
         """Remove the ``@@ `` marks of segmented text; raw text stays as it is."""
         return _CONTINUATION.sub("", text) if self.segmented else text

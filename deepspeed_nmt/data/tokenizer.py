@@ -79,5 +79,13 @@ class Tokenizer(ABC):
         return False
 
     @abstractmethod
+    def pieces(self, side: Side) -> list[str]:
+        """Return the text of each token of one side, special ones included, by number; all texts differ."""
+
+    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
+        """Return the SentencePiece models that encode raw text of both sides; None if there are none."""
+        return None
+
+    @abstractmethod
     def reference(self, text: str) -> str:
         """Convert a reference line to the form of :meth:`decode`, so that the two can be compared."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["relu", "gelu"]
+Activation = Literal["relu", "gelu", "swish"]
 
 PACKED = ("fp32", "bf16", "int8")
 """Precisions of packed weights."""
@@ -76,8 +76,8 @@ class PackedWeight:
         operations = torch.ops.quantized
         multiply = operations.linear_relu_dynamic if activation == "relu" else operations.linear_dynamic
         found: Tensor = multiply(x, self._int8, self._seven_bits)
-        if activation == "gelu":
-            return F.gelu(found)
+        if activation in ("gelu", "swish"):
+            return F.gelu(found) if activation == "gelu" else F.silu(found)
         return found if residual is None else found.add_(residual)
 
 

@@ -186,6 +186,17 @@ class CrossAttentionDropLayer(DecoderLayer):
             blocks[index] = block
         return torch.cat(blocks)
 
+    def in_inference(self) -> DecoderLayer:
+        """Return the standard layer: nothing is dropped in inference."""
+        return DecoderLayer(
+            self_attention=self.self_attention,
+            self_residual=self.self_residual,
+            cross_attention=self.cross_attention,
+            cross_residual=self.cross_residual,
+            feed_forward=self.feed_forward,
+            feed_forward_residual=self.feed_forward_residual,
+        )
+
     def choose(self, context: Context) -> Context:
         """Choose the passes that skip cross-attention."""
         return replace(context, kept=self._kept(context))

@@ -148,6 +148,11 @@ class DepthGrowing(TranslationModel):
         attends_to_input: True if dec1 attends to h1 + r(x) below the top, False if to h1.
     """
 
+    not_plain = (
+        "its deep exit runs two nets, and the upper one reads the embedded tokens again; the shallow exit can be "
+        "exported (--exit shallow)"
+    )
+
     def __init__(
         self,
         bottom: Transformer,

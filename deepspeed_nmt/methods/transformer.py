@@ -25,12 +25,13 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.model import TOP, Memory, TranslationModel
 from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, LayerConfig, ModelConfig, Stages
+from deepspeed_nmt.core.plain import NotPlainError, PlainLinear, PlainTransformer, describe
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
-from deepspeed_nmt.nn.embedding import LearnedEmbedding, Projection, TokenEmbedding
+from deepspeed_nmt.nn.embedding import LearnedEmbedding, PositionName, Projection, TokenEmbedding
 from deepspeed_nmt.nn.feedforward import Activation, FeedForward
 from deepspeed_nmt.nn.layers import (
     Context,
@@ -66,6 +67,10 @@ class TransformerShape(ModelConfig):
         description="all: one matrix for source, target and output; decoder: one for target and output; none: three",
     )
     activation: Activation = Field(default="relu", description="activation of the feed-forward networks")
+    positions: PositionName = Field(
+        default="tensor2tensor", description="wavelengths of the sinusoidal positions; marian: those of Marian NMT"
+    )
+    output_bias: bool = Field(default=False, description="bias of the projection to the vocabulary")
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of embeddings and sub-layer outputs")
     attention_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout of attention weights")
     activation_dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout after the activation")
@@ -75,7 +80,7 @@ class TransformerShape(ModelConfig):
         {"init", "dropout", "attention_dropout", "activation_dropout"}
     )
     shape_fields: ClassVar[frozenset[str]] = frozenset(
-        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation"}
+        {"dim", "ffn_dim", "heads", "norm", "share_embeddings", "activation", "positions", "output_bias"}
     )
     depth_fields: ClassVar[frozenset[str]] = frozenset({"encoder_layers", "decoder_layers"})
 
@@ -239,6 +244,22 @@ class Transformer(TranslationModel):
         return cut.train(self.training)
 
     @override
+    def plain(self) -> PlainTransformer:
+        if type(self) is not Transformer:
+            return super().plain()
+        source, target = self.source_embedding, self.target_embedding
+        if not (isinstance(source, TokenEmbedding) and isinstance(target, TokenEmbedding)):
+            raise NotPlainError("its embeddings are those of a BERT, with learned positions")
+        if self.mask is not None:
+            raise NotPlainError("it predicts masked tokens, and not one token after another")
+        if type(self.projection) is not Projection:
+            raise NotPlainError("its projection is not that of a plain Transformer")
+        bias: Tensor | None = self.projection.bias
+        output = PlainLinear(self.projection.weight.detach(), None if bias is None else bias.detach())
+        weights = source.weight, target.weight
+        return describe(*weights, output, target.scale, target.table, self.encoder, self.decoder)
+
+    @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.order.indices)
 
@@ -277,11 +298,13 @@ def build_transformer(
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
     encoder, decoder = build_stacks(config, make_layer, orders)
     return Transformer(
-        source_embedding=TokenEmbedding(source_weight, config.dropout),
-        target_embedding=TokenEmbedding(target_weight, config.dropout),
+        source_embedding=TokenEmbedding(source_weight, config.dropout, config.positions),
+        target_embedding=TokenEmbedding(target_weight, config.dropout, config.positions),
         encoder=encoder,
         decoder=decoder,
-        projection=Projection(output_weight),
+        projection=Projection(
+            output_weight, nn.Parameter(torch.zeros(vocabulary.size)) if config.output_bias else None
+        ),
         pad=vocabulary.pad,
     )
 

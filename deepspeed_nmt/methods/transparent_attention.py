@@ -122,6 +122,8 @@ class TransparentTransformer(Transformer):
         dropout_p: probability of dropping a logit of the mixtures.
     """
 
+    not_plain = "its decoder layers attend to different mixtures of the encoder's layers"
+
     def __init__(self, transformer: Transformer, dropout_p: float) -> None:
         encoder, decoder = transformer.encoder, transformer.decoder
         decoder.layers = nn.ModuleList(MixtureLayer(layer, number) for number, layer in enumerate(decoder.layers))

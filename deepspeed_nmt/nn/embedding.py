@@ -6,8 +6,8 @@ Legend: B sentences, T length, D model width, V vocabulary, N rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +36,36 @@ def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tens
     return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, dim % 2))
 
 
+def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
+    """Compute the positions 0..length-1 of Marian NMT, of wavelengths from 2 pi to less than 20000 pi.
+
+    The first half of the columns are sines, the second half cosines, and the wavelengths are those of Vaswani et al.
+    2017, 3.5: 10000^(2i/D), where :func:`sinusoids` has 10000^(i/(D/2 - 1)).
+
+    Shape: -> (length, dim), fp32
+    """
+    columns = torch.arange(dim, dtype=torch.float64)
+    rates = 10000.0 ** (-2.0 * (columns // 2) / dim)
+    angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * rates
+    return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], dim=1).float().to(device)
+
+
+PositionName = Literal["tensor2tensor", "marian"]
+"""Name of the wavelengths of sinusoidal positions."""
+POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tensor]] = {
+    "tensor2tensor": sinusoids,
+    "marian": marian_sinusoids,
+}
+"""Functions that compute sinusoidal positions, by name."""
+
+
 class TokenEmbedding(nn.Module):
     """Embedding of tokens times sqrt(D), plus sinusoidal positions, then dropout.
 
     Args:
         weight_VD: the embedding matrix, possibly shared with others.
         dropout_p: probability of dropping an element.
+        wavelengths: those of the positions.
 
     Attributes:
         positions: most positions of a sentence; None: any number.
@@ -49,10 +73,13 @@ class TokenEmbedding(nn.Module):
 
     positions: int | None = None
 
-    def __init__(self, weight_VD: nn.Parameter, dropout_p: float) -> None:
+    def __init__(
+        self, weight_VD: nn.Parameter, dropout_p: float, wavelengths: PositionName = "tensor2tensor"
+    ) -> None:
         super().__init__()
         self.weight = weight_VD
         self.dropout = Dropout(dropout_p)
+        self.wavelengths = wavelengths
         self.scale = math.sqrt(weight_VD.shape[1])
         # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
@@ -78,9 +105,13 @@ class TokenEmbedding(nn.Module):
         have = self._positions_TD
         if have.shape[0] < length or have.device != self.weight.device or have.dtype != self.weight.dtype:
             size = max(256, 1 << (length - 1).bit_length())
-            have = sinusoids(size, self.weight.shape[1], self.weight.device).to(self.weight.dtype)
+            have = self.table(size).to(self.weight.dtype)
             self._positions_TD = have
         return have
+
+    def table(self, length: int) -> Tensor:
+        """Compute the positions 0..length-1 on the embedding's device. Shape: -> (length, D), fp32."""
+        return POSITIONS[self.wavelengths](length, self.weight.shape[1], self.weight.device)
 
 
 class LearnedEmbedding(nn.Module):

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed_nmt.kernels import ops
 from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Epilogue, Linear
 
-Activation = Literal["relu", "gelu"]
+Activation = Literal["relu", "gelu", "swish"]
 
 
 class FeedForward(nn.Module, UsesKernels):
-    """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU.
+    """max(0, x W1 + b1) W2 + b2 (Vaswani et al. 2017, eq. 2), or with GELU or swish.
 
     Args:
         dim: model width D.
@@ -39,6 +41,8 @@ class FeedForward(nn.Module, UsesKernels):
 
     def inner(self, x: Tensor) -> Tensor:
         """Compute the outputs of the inner units. Shape: (..., D) -> (..., F)."""
+        if self.activation == "swish":  # has no fused kernel: only imported models have it
+            return ops.dropout(F.silu(self.up_proj(x)), self.dropout_p, self.training)
         active: Tensor = self.up_proj(x, Epilogue(f"bias_{self.activation}_dropout", self._activate, self.activation))
         return active
 

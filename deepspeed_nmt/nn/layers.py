@@ -211,6 +211,10 @@ class CrossAttending(nn.Module):
         """
         return None
 
+    def in_inference(self) -> DecoderLayer | None:
+        """Return the standard layer with the same weights that computes the same in inference; None if none does."""
+        return None
+
 
 class DecoderLayer(CrossAttending, UsesPackedWeights):
     """Causal self-attention, cross-attention, feed-forward, each within a residual connection.
@@ -251,6 +255,10 @@ class DecoderLayer(CrossAttending, UsesPackedWeights):
         """Project the source for all applications, if there is cross-attention."""
         assert context.memory_BSD is not None
         return None if self.cross_attention is None else self.cross_attention.project(context.memory_BSD)
+
+    def in_inference(self) -> DecoderLayer | None:
+        """Return this layer. A class derived from it computes something else unless it says otherwise."""
+        return self if type(self) is DecoderLayer else None
 
     def cross(self, x_BTD: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         """Apply cross-attention within its residual connection, if there is any. Shape: (B,T,D) -> (B,T,D)."""

@@ -1,25 +1,26 @@
-"""Decoding: searches for the best translation, and the registry of their names.
+"""Decoding: searches for the best translation.
 
-To add a search, write its file with a configuration class and a :class:`Search`, and add its line here.
+The registry of their names is :mod:`deepspeed_nmt.search.searches`.
 """
 
 from __future__ import annotations
 
-from deepspeed_nmt.core.parts import SearchConfig
-from deepspeed_nmt.registry import Entry, Registry
-from deepspeed_nmt.search.base import Hypothesis, Search
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
-from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.core.parts import SearchConfig
+    from deepspeed_nmt.search.base import Hypothesis, Search
+    from deepspeed_nmt.search.searches import SEARCHES
 
 __all__ = ["SEARCHES", "Hypothesis", "Search", "SearchConfig"]
 
-# name, configuration, builder: (config, model, vocabulary) -> search
-SEARCHES: Registry[Search] = Registry(
-    "search",
-    [
-        Entry("beam", BeamConfig, BeamSearch),
-        Entry("deep_shallow", DeepShallowConfig, DeepShallow),
-        Entry("mask_predict", MaskPredictConfig, MaskPredict),
-    ],
-)
+_WHERE = {"SEARCHES": "search.searches", "Hypothesis": "search.base", "Search": "search.base"}
+_WHERE["SearchConfig"] = "core.parts"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the package at its first use: most of them import torch, which takes seconds."""
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"deepspeed_nmt.{_WHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The interface of all searches.
+"""The interface of all searches, and their results.
 
 Legend: B sentences, S source length.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,25 @@ class Hypothesis:
     tokens: list[int]
     score: float
     log_prob: float
+    features: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of one line.
+
+    Attributes:
+        text: the translation.
+        score: its score in the search; 0 for an empty line.
+        tokens: its tokens, without BOS and EOS.
+        log_prob: log-probability (nats) of its tokens and the EOS; 0 for an empty line.
+        features: further scores of the search by name; see :class:`Hypothesis`.
+    """
+
+    text: str
+    score: float
+    tokens: list[int]
+    log_prob: float = 0.0
     features: Mapping[str, float] = field(default_factory=dict)
 
 

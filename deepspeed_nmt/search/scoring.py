@@ -16,10 +16,11 @@ import torch
 from deepspeed_nmt.core.model import DecodableModel, TranslationModel
 from deepspeed_nmt.core.vocabulary import Side
 from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
-from deepspeed_nmt.search.translate import length_buckets, out_of_bounds, pad_sources
+from deepspeed_nmt.search.translate import out_of_bounds, pad_sources
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -17,26 +16,9 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
+from deepspeed_nmt.search.base import Translation as Translation
+from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, Tokenizer
-
-
-@dataclass(frozen=True)
-class Translation:
-    """One translation of one line.
-
-    Attributes:
-        text: the translation.
-        score: its score in the search; 0 for an empty line.
-        tokens: its tokens, without BOS and EOS.
-        log_prob: log-probability (nats) of its tokens and the EOS; 0 for an empty line.
-        features: further scores of the search by name; see :class:`Hypothesis`.
-    """
-
-    text: str
-    score: float
-    tokens: list[int]
-    log_prob: float = 0.0
-    features: Mapping[str, float] = field(default_factory=dict)
 
 
 def translate_lines(
@@ -131,26 +113,6 @@ def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device
     rows = [[*source, *[pad] * (longest - len(source))] for source in sources]
     padded = any(len(source) < longest for source in sources)
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True), padded
-
-
-def length_buckets(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Cut sentences into batches of similar length, the longest first.
-
-    With the longest first, a batch that does not fit into memory fails at once and not after an hour.
-
-    Args:
-        lengths: length of each sentence in tokens.
-        max_tokens: bound of sentences times the longest of a batch; a longer sentence gets a batch of its own.
-
-    Yields:
-        The sentences' numbers, each once.
-    """
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    start = 0
-    while start < len(order):
-        size = max(1, max_tokens // max(1, lengths[order[start]]))
-        yield order[start : start + size]
-        start += size
 
 
 def _translate(

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from deepspeed_nmt import __version__, cli
+from deepspeed_nmt.cli import module_of
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.recipes import recipes, sweeps
@@ -71,7 +72,7 @@ def test_command_is_valid(arguments: list[str]) -> None:
     """A command line of the pages can be parsed, and its configuration can be built. Nothing runs."""
     name, *rest = arguments
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
+    module_of(name).add_arguments(parser)
     parsed, more = parser.parse_known_args(rest)
     settings = [*getattr(parsed, "settings", []), *more]
     assert all(SETTING.match(word) for word in settings), settings
@@ -204,7 +205,7 @@ def test_the_diagram_of_packages_has_the_allowed_imports() -> None:
 def options(name: str) -> dict[str, set[str]]:
     """Return the long options of a command, or of each of its subcommands."""
     parser = argparse.ArgumentParser(add_help=False)
-    importlib.import_module(f"deepspeed_nmt.commands.{name.replace('-', '_')}").add_arguments(parser)
+    module_of(name).add_arguments(parser)
     kinds = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     parsers = {f"{name} {kind}": each for kind, each in kinds[0].choices.items()} if kinds else {name: parser}
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -17,7 +17,6 @@ from deepspeed_nmt.core.parts import MAX_INNER_WIDTH, MAX_LAYERS, MAX_WIDTH, Dat
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.transformer import StandardLayerConfig, refuse_differences
-from deepspeed_nmt.nn.feedforward import Activation
 from deepspeed_nmt.registry import Config, problem_of
 
 
@@ -34,7 +33,7 @@ class BertShape(Config):
         default=512, ge=2, le=MAX_INNER_WIDTH, description="maximum length of a sentence, special tokens included"
     )
     norm_eps: float = Field(default=1e-12, gt=0.0, description="epsilon of LayerNorm")
-    activation: Activation = Field(default="gelu", description="activation of the feed-forward networks")
+    activation: Literal["relu", "gelu"] = Field(default="gelu", description="activation of the feed-forward networks")
 
     @model_validator(mode="after")
     def _check(self) -> BertShape:

@@ -1,0 +1,82 @@
+"""Export a run for another program, with a certificate.
+
+    deepspeed-nmt export --run RUN --format ctranslate2 --out DIR
+    deepspeed-nmt export --run RUN --format huggingface --exit 6-3 --out DIR
+
+The export has the model, its vocabulary, and a certificate: both programs translate the same sentences, and every
+difference is listed. A model that the format cannot express is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "export a run for CTranslate2 or Hugging Face, with a certificate"
+_FORMATS = ("ctranslate2", "huggingface", "safetensors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory, made by `train`")
+    parser.add_argument(
+        "--format", choices=_FORMATS, required=True,
+        help="ctranslate2; huggingface: MarianMT (post-norm) or Pegasus (pre-norm); safetensors: weights by the "
+        "names of this program",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the export")
+    parser.add_argument(
+        "--exit", metavar="E", help="exit to export: N-M, or shallow of a grown model (default: the top)"
+    )
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "int8"), default="fp32",
+        help="of the matrices; int8: ctranslate2 only (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--source", type=Path, metavar="F",
+        help="text to compare translations of (default: test, validation and training set of the run's data)",
+    )  # fmt: skip
+    parser.add_argument("--reference", type=Path, metavar="F", help="translations of --source, for BLEU")
+    parser.add_argument("--sentences", type=int, metavar="N", help="sentences to compare (default: 1000)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older export")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export, and print the certificate.
+
+    Returns:
+        0; 1 if the certificate is not passed.
+
+    Raises:
+        UserError: if the run cannot be exported.
+    """
+    from deepspeed_nmt.console import logger, output
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.run.exporting import ExportRequest, export_run
+
+    if arguments.precision != "fp32" and arguments.format != "ctranslate2":
+        raise ConfigError(
+            f"--precision {arguments.precision} needs --format ctranslate2, but the format is {arguments.format}; "
+            "leave out --precision"
+        )
+    if arguments.sentences is not None and arguments.sentences < 1:
+        raise ConfigError(f"--sentences must be at least 1, but is {arguments.sentences}")
+    request = ExportRequest(
+        run=arguments.run,
+        format=arguments.format,
+        precision=arguments.precision,
+        checkpoint=arguments.checkpoint,
+        exit=arguments.exit,
+        source=arguments.source,
+        reference=arguments.reference,
+        sentences=arguments.sentences,
+    )
+    certificate = export_run(request, arguments.out, arguments.overwrite)
+    output(certificate.table())
+    if certificate.passed:
+        return 0
+    logger.error("%s is not what it must be; its certificate is not passed", arguments.out)
+    return 1

@@ -1,0 +1,143 @@
+"""Vocabularies of MarianMT models: a SentencePiece model for each side, and tokens with numbers of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from typing_extensions import override
+
+from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.files import parse_json
+
+KIND = "marian"
+"""Value of ``kind`` in INFO_FILE."""
+MODEL_FILES: Mapping[Side, str] = {"source": "vocabulary.source.spm", "target": "vocabulary.target.spm"}
+NUMBERS_FILES: Mapping[Side, str] = {"source": "vocabulary.numbers.json", "target": "vocabulary.target_numbers.json"}
+_LANGUAGE = re.compile(r">>[^<\s]+<<")
+"""Token at the beginning of a source line that names the language to translate to."""
+
+
+class MarianTokenizer(Tokenizer):
+    """The tokenizer of a MarianMT model.
+
+    Args:
+        models: SentencePiece models of source and target.
+        numbers: number of each token of the source, and of the target; equal if they share a vocabulary.
+        special: numbers of the special tokens by the names pad, bos, eos and unk.
+
+    Raises:
+        DataError: if a model cannot be read, or numbers are missing.
+    """
+
+    def __init__(
+        self,
+        models: tuple[bytes, bytes],
+        numbers: tuple[Mapping[str, int], Mapping[str, int]],
+        special: dict[str, int],
+    ) -> None:
+        self._models, self._special = models, special
+        self._numbers: dict[Side, dict[str, int]] = dict(zip(SIDES, map(dict, numbers), strict=True))
+        self._pieces: dict[Side, list[str]] = {}
+        self._processors: dict[Side, Any] = {}
+        for side, model in zip(SIDES, models, strict=True):
+            pieces = {number: piece for piece, number in self._numbers[side].items()}
+            if sorted(pieces) != list(range(len(self._numbers[side]))):
+                raise DataError("the tokens of a vocabulary must have the numbers from 0 on, each once, but have not")
+            self._pieces[side] = [pieces[number] for number in range(len(pieces))]
+            try:
+                self._processors[side] = sentencepiece.SentencePieceProcessor(model_proto=model)
+            except RuntimeError as error:
+                raise DataError(f"the vocabulary must have SentencePiece models, but one is none: {error}") from error
+        self._shared = self._numbers["source"] == self._numbers["target"]
+        source, target = (
+            Vocabulary(
+                len(self._pieces[side]),
+                pad=special["pad"],
+                bos=special["bos"],
+                eos=special["eos"],
+                unk=special["unk"],
+            )
+            for side in SIDES
+        )
+        self.vocabulary = target if self._shared else replace(target, own_source=source)
+
+    @classmethod
+    def read(cls, path: Path, info: Mapping[str, Any]) -> MarianTokenizer:
+        """Read the vocabulary of a directory.
+
+        Args:
+            path: the directory.
+            info: content of its INFO_FILE.
+
+        Raises:
+            DataError: if it is missing or cannot be read.
+        """
+        try:
+            special = {name: int(info["special"][name]) for name in ("pad", "bos", "eos", "unk")}
+            models = tuple((path / MODEL_FILES[side]).read_bytes() for side in SIDES)
+            files = [path / NUMBERS_FILES[side] for side in SIDES]
+            numbers = [parse_json(file.read_bytes()) for file in files if file.exists()]
+            return cls((models[0], models[1]), (numbers[0], numbers[-1]), special)
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"{path} must hold the vocabulary of a MarianMT model ({', '.join(MODEL_FILES.values())} and "
+                f"{NUMBERS_FILES['source']}), but does not ({error}); import the model again"
+            ) from error
+
+    @override
+    def files(self) -> dict[str, bytes]:
+        found = dict(zip(MODEL_FILES.values(), self._models, strict=True))
+        for side in SIDES[: 1 if self._shared else 2]:
+            found[NUMBERS_FILES[side]] = json.dumps(self._numbers[side], ensure_ascii=False, indent=0).encode()
+        info = {"kind": KIND, "special": self._special, "size": self.size}
+        return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
+
+    @property
+    @override
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files().items()):
+            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+    @override
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        processor, number_of, unk = self._processors[side], self._numbers[side].get, self.vocabulary.unk
+        languages = [_LANGUAGE.match(text) if side == "source" else None for text in texts]
+        rests = [text if found is None else text[found.end() :] for text, found in zip(texts, languages, strict=True)]
+        pieces = processor.encode(rests, out_type=str, num_threads=threads)
+        return [
+            [number_of(piece, unk) for piece in ([] if found is None else [found[0]]) + each]
+            for found, each in zip(languages, pieces, strict=True)
+        ]
+
+    @override
+    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+        silent = {self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos}
+        numbers = [int(token) for token in tokens if int(token) not in silent]
+        pieces = [UNKNOWN_TEXT if each == self.vocabulary.unk else self._pieces[side][each] for each in numbers]
+        text: str = self._processors[side].decode_pieces(pieces)
+        return text
+
+    @override
+    def pieces(self, side: Side) -> list[str]:
+        return list(self._pieces[side])
+
+    @override
+    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
+        return self._models
+
+    @override
+    def reference(self, text: str) -> str:
+        return text

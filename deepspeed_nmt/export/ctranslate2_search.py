@@ -1,0 +1,228 @@
+"""Beam search of CTranslate2 with the rules of :mod:`deepspeed_nmt.search.beam`. Nothing here imports torch.
+
+CTranslate2, too, stops a sentence when K hypotheses have finished. All K are requested, and ranked here by any length
+penalty. Two rules differ:
+
+- It has one length limit for a whole batch, and cuts hypotheses off there. So a sentence that it searches beyond the
+  limit of its own is searched again, alone, until one token before this limit; the unfinished hypotheses are then
+  extended by EOS, at its log-probability.
+- It may predict padding and BOS. A sentence with a hypothesis that contains them is searched again without them. They
+  can displace other hypotheses of the beam, too; this happens with models that have learnt little.
+
+Legend: K beam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config
+from deepspeed_nmt.search.buckets import length_buckets
+from deepspeed_nmt.search.length_penalty import LengthPenalty
+
+EXTRA = "pip install 'ctranslate2>=4.5,<5'"
+"""Command that installs CTranslate2, for messages."""
+_EXTREME = 8.0
+"""Exponent by which CTranslate2 prefers long hypotheses to short ones, whatever their log-probabilities."""
+_NO_PENALTY = 1e-6
+"""Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
+
+
+class BeamSettings(Config):
+    """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
+
+    beam: int = Field(ge=1, le=10_000)
+    length_penalty: str
+    max_length_ratio: float = Field(ge=0.0, le=100.0)
+    max_length_extra: int = Field(ge=0, le=100_000)
+
+    def limit(self, source_tokens: int, longest: int) -> int:
+        """Return the most tokens that a translation may have, EOS included.
+
+        Args:
+            source_tokens: length of the source, EOS included.
+            longest: positions of the model.
+        """
+        return min(longest, max(1, int(self.max_length_ratio * source_tokens) + self.max_length_extra))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A translation that the search has found.
+
+    Attributes:
+        tokens: its tokens, without BOS and EOS.
+        log_prob: log-probability (nats) of its tokens and the EOS.
+        score: log-probability divided by the length penalty.
+    """
+
+    tokens: list[int]
+    log_prob: float
+    score: float
+
+
+class CTranslate2Search:
+    """Beam search with an exported model.
+
+    Args:
+        directory: written by :func:`deepspeed_nmt.export.ctranslate2_weights.write_ctranslate2`.
+        vocabulary: special tokens.
+        pieces: text of each token of source and target.
+        longest: positions of the model.
+        precision: fp32 or int8.
+        device: cpu or cuda.
+
+    Raises:
+        ConfigError: if CTranslate2 is not installed, or does not support the precision on the device.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        vocabulary: Vocabulary,
+        pieces: tuple[Sequence[str], Sequence[str]],
+        longest: int,
+        precision: str,
+        device: str = "cpu",
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._source_pieces, self._target_pieces = pieces
+        self._numbers = {piece: number for number, piece in enumerate(pieces[1])}
+        self._longest = longest
+        compute_type = "int8_float32" if precision == "int8" else "float32"
+        try:
+            import ctranslate2
+        except ImportError as error:
+            raise ConfigError(
+                "the package ctranslate2 must be installed for CTranslate2's models, but is not; install it "
+                f"({EXTRA})"
+            ) from error
+        try:
+            self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"CTranslate2 must read {directory} on {device}, but does not: {error}") from error
+
+    def search(
+        self, sources: Sequence[Sequence[int]], settings: BeamSettings, max_tokens: int
+    ) -> Iterator[tuple[int, list[Found]]]:
+        """Translate sentences, the longest first.
+
+        Args:
+            sources: tokens of each, without EOS; none is empty.
+            settings: of the search.
+            max_tokens: bound of a batch: sentences times the longest of them.
+
+        Yields:
+            The number of each sentence and its translations, best first.
+        """
+        lengths = [len(source) + 1 for source in sources]  # with EOS
+        for numbers in length_buckets(lengths, max_tokens):
+            limits = [settings.limit(lengths[number], self._longest) for number in numbers]
+            found = self._translate([sources[number] for number in numbers], settings, max(limits), False)
+            for number, limit, hypotheses in zip(numbers, limits, found, strict=True):
+                best = hypotheses
+                if self._has_special(best):
+                    best = self._translate([sources[number]], settings, limit, True)[0]
+                    if all(len(each.tokens) < limit for each in best):
+                        # Without these tokens, the probabilities of the others are larger there.
+                        best = self._scored(sources[number], [each.tokens for each in best], settings)
+                if any(len(each.tokens) >= limit for each in best):
+                    best = self._until(sources[number], settings, limit)
+                yield number, sorted(best, key=lambda each: each.score, reverse=True)
+
+    def token_log_probs(
+        self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[float]]:
+        """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
+
+        Args:
+            sources: tokens of each sentence, without EOS.
+            targets: tokens of its translation, without EOS.
+            max_tokens: bound of a batch, in tokens of the source.
+        """
+        scored = self._model.score_batch(
+            [[self._source_pieces[token] for token in source] for source in sources],
+            [[self._target_pieces[token] for token in target] for target in targets],
+            max_batch_size=max_tokens,
+            batch_type="tokens",
+            max_input_length=0,
+        )
+        return [list(each.log_probs) for each in scored]
+
+    def _translate(
+        self, sources: Sequence[Sequence[int]], settings: BeamSettings, longest: int, suppress: bool
+    ) -> list[list[Found]]:
+        """Translate one batch; hypotheses of ``longest`` tokens have no EOS."""
+        penalty = LengthPenalty.parse(settings.length_penalty)
+        exponent = penalty.exponent or _NO_PENALTY
+        return [
+            [
+                self._found(pieces, score * (len(pieces) + 1) ** exponent, penalty)
+                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in self._run(sources, settings.beam, exponent, longest, suppress)
+        ]
+
+    def _run(
+        self, sources: Sequence[Sequence[int]], beam: int, exponent: float, longest: int, suppress: bool
+    ) -> list[Any]:
+        """Run CTranslate2's search; of the finished hypotheses it returns the best K by its own penalty."""
+        special = (self._vocabulary.pad, self._vocabulary.bos)
+        results: list[Any] = self._model.translate_batch(
+            [[self._source_pieces[token] for token in source] for source in sources],
+            beam_size=beam,
+            num_hypotheses=beam,
+            length_penalty=exponent,
+            max_decoding_length=longest,
+            min_decoding_length=0,
+            max_input_length=0,
+            return_scores=True,
+            suppress_sequences=[[self._target_pieces[token]] for token in special] if suppress else None,
+        )
+        return results
+
+    def _found(self, pieces: Sequence[str], log_prob: float, penalty: LengthPenalty) -> Found:
+        tokens = [self._numbers[piece] for piece in pieces]
+        return Found(tokens, log_prob, log_prob / penalty(len(tokens) + 1))
+
+    def _has_special(self, hypotheses: Sequence[Found]) -> bool:
+        special = {self._vocabulary.pad, self._vocabulary.bos}
+        return any(not special.isdisjoint(each.tokens) for each in hypotheses)
+
+    def _until(self, source: Sequence[int], settings: BeamSettings, limit: int) -> list[Found]:
+        """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS.
+
+        CTranslate2 returns K hypotheses of those that have finished and those that it cuts off. With one extreme
+        penalty these are the finished ones, with the other those cut off one token before the limit. Of hypotheses
+        that are cut off at the limit, the tokens before the last one are such hypotheses, too.
+        """
+        cut = limit - 1
+        found: dict[tuple[int, ...], None] = {} if cut else {(): None}
+        for longest, exponent in ((cut, -_EXTREME), (cut, _EXTREME), (limit, _EXTREME)) if cut else ():
+            (result,) = self._run([source], settings.beam, exponent, longest, True)
+            for pieces in result.hypotheses:
+                tokens = [self._numbers[piece] for piece in pieces]
+                if longest == cut or len(tokens) == limit:
+                    found[tuple(tokens[:cut])] = None
+        best = self._scored(source, list(found), settings)
+        return sorted(best, key=lambda each: each.score, reverse=True)[: settings.beam]
+
+    def _scored(
+        self, source: Sequence[int], hypotheses: Sequence[Sequence[int]], settings: BeamSettings
+    ) -> list[Found]:
+        """Score translations of a sentence by the probabilities of all tokens, EOS included."""
+        penalty = LengthPenalty.parse(settings.length_penalty)
+        texts = [[self._target_pieces[token] for token in tokens] for tokens in hypotheses]
+        sources = [[self._source_pieces[token] for token in source]] * len(texts)
+        scored = self._model.score_batch(sources, texts, max_input_length=0)
+        return [
+            self._found(text, math.fsum(each.log_probs), penalty) for text, each in zip(texts, scored, strict=True)
+        ]

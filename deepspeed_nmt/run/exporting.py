@@ -1,0 +1,399 @@
+"""Export of a run: a model of a checkpoint in another program's format, compared with the run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed_nmt
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TOP, TranslationModel
+from deepspeed_nmt.core.plain import NotPlainError
+from deepspeed_nmt.data.staging import replacing, staged
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.evaluate.metrics import Scorer
+from deepspeed_nmt.evaluate.scoring import read_sentences
+from deepspeed_nmt.export.certificate import (
+    CERTIFICATE_FILE,
+    SENTENCES,
+    Certificate,
+    Comparison,
+    Difference,
+    problems_of,
+)
+from deepspeed_nmt.export.ctranslate2_search import BeamSettings, Found
+from deepspeed_nmt.export.ctranslate2_weights import longest_positions
+from deepspeed_nmt.export.formats import FORMATS, Format, OwnProgram, Program, Subject
+from deepspeed_nmt.export.info import ExportInfo, text_record
+from deepspeed_nmt.export.margins import smallest_margin
+from deepspeed_nmt.files import check_utf8_name
+from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.run.directory import Run, recorded_data
+from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.beam import BeamSettings as RunBeamSettings
+
+BEAMS = (1, 5)
+"""Beam sizes of a certificate."""
+_LEAST_TOLERANCE = 1e-4
+"""Margin (nats) of a near-tie, at least; sums of log-probabilities differ by some 1e-5 between programs in fp32."""
+_LARGEST_TOLERANCE = 1e-2
+"""Bound of that margin in fp32."""
+_LARGEST_LOGIT_DIFFERENCE = 1e-3
+"""Largest difference (nats) of a token's log-probability in fp32."""
+_SCORED = 50
+"""Translations whose tokens' log-probabilities are compared."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """An export to make.
+
+    Attributes:
+        run: run directory.
+        format: name of the format.
+        precision: of the matrices.
+        checkpoint: best, last, average, or a path.
+        exit: exit of the model; None for the top.
+        source: text to compare translations of; None for that of the run's data.
+        reference: translations of the text; None without such, or for those of the run's data.
+        sentences: number of sentences to compare; None: 1,000.
+    """
+
+    run: Path
+    format: str
+    precision: str
+    checkpoint: str = "best"
+    exit: str | None = None
+    source: Path | None = None
+    reference: Path | None = None
+    sentences: int | None = None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Text to compare translations of.
+
+    Attributes:
+        lines: sentences, none without tokens.
+        references: one of each; None without such.
+        description: of its origin.
+    """
+
+    lines: list[str]
+    references: list[str] | None
+    description: str
+
+
+def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificate:
+    """Export a run, compare translations, and write the certificate into the export.
+
+    Args:
+        request: the run, and how to export it.
+        out: directory of the export.
+        overwrite: True to replace an older export.
+
+    Raises:
+        ConfigError: if the model cannot be expressed, the directory is in use, or an option does not fit.
+        DataError: if the text is missing, or another process writes the export.
+        OSError: if a file cannot be written; an older export is then unchanged.
+    """
+    format = FORMATS[request.format]
+    check_utf8_name(out, "--out")
+    _check_out(out, overwrite)
+    run = Run.open(request.run)
+    if not run.config.model.left_to_right:
+        raise ConfigError(
+            f"--run must translate from left to right to be exported, but {run.path} predicts masked tokens; use "
+            "another run"
+        )
+    checkpoint = run.checkpoint(request.checkpoint)
+    model, update = run.model(request.checkpoint), checkpoint.progress.update
+    try:
+        cut = model.at_exit(request.exit or TOP).eval()
+    except ConfigError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+    config, vocabulary = run.config, run.tokenizer.vocabulary
+    settings = _settings(run)
+    longest = _longest(run, cut, settings)
+
+    def rebuild() -> TranslationModel:
+        return build_model(config, vocabulary).at_exit(request.exit or TOP)
+
+    subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild)
+    text = _text(run, request, longest, request.sentences or SENTENCES)
+    with replacing(out, is_export), staged(out) as new:
+        try:
+            format.write(new, subject)
+        except NotPlainError as error:
+            raise ConfigError(
+                f"{run.path} must be a plain Transformer to be exported as {format.name}, but {error}"
+            ) from error
+        run.tokenizer.save(new)
+        shutil.copyfile(run.path / "config.yaml", new / "run.yaml")
+        ExportInfo(
+            exporter=format.name,
+            precision=request.precision,
+            longest=longest,
+            max_source_tokens=min(run.max_source_tokens, longest - 1),
+            search_name=config.search.name,
+            search=settings,
+            text=text_record(run.text_form),
+            model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
+        ).write(new)
+        records = {file.name: FileRecord.of(file) for file in sorted(new.iterdir()) if file.is_file()}
+        program = format.open(new, subject)
+        metric, signature, comparisons, difference = _compare(run, subject, program, settings, text, format)
+        problems = list(problems_of(comparisons, request.precision))
+        if request.precision == "fp32" and difference > _LARGEST_LOGIT_DIFFERENCE:
+            problems.append(
+                f"log-probabilities of tokens must differ by at most {_LARGEST_LOGIT_DIFFERENCE:g}, but differ by "
+                f"{difference:.1e}"
+            )
+        certificate = Certificate(
+            exporter=format.name,
+            precision=request.precision,
+            versions=_versions(format.name),
+            run=str(run.path.resolve()),
+            checkpoint=request.checkpoint,
+            exit=request.exit or "",
+            update=update,
+            hashes={
+                "config.yaml": run.files["config.yaml"].sha256,
+                "vocabulary": run.tokenizer.digest,
+                "weights": checkpoint.weights_digest,
+                "text": hashlib.sha256("\n".join(text.lines).encode()).hexdigest(),
+            },
+            text=text.description,
+            metric=metric,
+            signature=signature,
+            length_penalty=format.length_penalty or settings.length_penalty,
+            logit_difference=difference,
+            comparisons=comparisons,
+            weights_bytes=sum(4 * parameter.numel() for parameter in cut.parameters()),
+            export_bytes=sum(record.bytes for record in records.values()),
+            files=records,
+            problems=tuple(problems),
+        )
+        certificate.write(new)
+    return certificate
+
+
+def is_export(path: Path) -> bool:
+    """Return True if a directory is an export that was written in full."""
+    return (path / CERTIFICATE_FILE).is_file()
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Check that nothing but an older export is replaced.
+
+    Raises:
+        ConfigError: if there is something else, or an export that must not be replaced.
+    """
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() and not is_export(out):
+        raise ConfigError(
+            f"--out must be a new directory or an older export, but {out} is neither; give another path"
+        )
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--out must be a new directory, but {out} has an export; add --overwrite to replace it")
+
+
+def _settings(run: Run) -> BeamSettings:
+    """Return the settings of the run's beam search."""
+    search = run.config.search
+    config = search if isinstance(search, RunBeamSettings) else BeamConfig()
+    return BeamSettings(**{key: getattr(config, key) for key in BeamSettings.model_fields})
+
+
+def _longest(run: Run, model: TranslationModel, settings: BeamSettings) -> int:
+    """Return the positions that an export needs."""
+    most = min(run.max_source_tokens, (model.longest_source or math.inf) - 1)
+    return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
+
+
+def _text(run: Run, request: ExportRequest, longest: int, most: int) -> _Text:
+    """Return the text to compare translations of: test set, validation set, then training set.
+
+    Raises:
+        ConfigError: if there is a reference without a source, or int8 without references.
+        DataError: if there is no text.
+    """
+    if request.reference is not None and request.source is None:
+        raise ConfigError("--reference needs --source, which is missing; give both")
+    pairs: list[tuple[str, str]]
+    if request.source is not None:
+        sources = read_sentences(str(request.source))
+        references = read_sentences(str(request.reference)) if request.reference is not None else None
+        if references is not None and len(references) != len(sources):
+            raise DataError(
+                f"--reference must have a line for each line of --source, but has {len(references):,} lines for "
+                f"{len(sources):,}; give texts of the same sentences"
+            )
+        pairs = list(zip(sources, references or [""] * len(sources), strict=True))
+        origin = str(request.source)
+    else:
+        try:
+            data = recorded_data(run.path)
+        except DataError as error:
+            raise DataError(f"{error} (or give the text to compare translations of by --source)") from error
+        pairs, parts = [], []
+        for split in ("test", "valid"):
+            with suppress(DataError):
+                files = [data.text(split, side) for side in ("source", "target")]
+                pairs += zip(*(read_sentences(str(file)) for file in files), strict=True)
+                parts.append(split)
+        if len(pairs) < most:
+            corpus, tokenizer = data.corpus("train"), run.tokenizer
+            for index in range(min(len(corpus), most - len(pairs))):
+                source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
+                pairs.append((tokenizer.decode(source, "source"), tokenizer.decode(target, "target")))
+            parts.append("train")
+        references, origin = [""], f"{'+'.join(parts)} of {data.path}"
+    if references is None and request.precision != "fp32":
+        raise ConfigError(f"--precision {request.precision} is judged by BLEU; add --reference to --source")
+    encode = run.tokenizer.encode
+    kept = [pair for pair in pairs if pair[0].strip() and 0 < len(encode(pair[0])) < longest][:most]
+    if not kept:
+        raise DataError(f"the text to compare translations of must have sentences, but {origin} has none")
+    return _Text(
+        [source for source, _ in kept],
+        None if references is None else [run.tokenizer.reference(reference) for _, reference in kept],
+        f"{len(kept):,} sentences: {origin}",
+    )
+
+
+def _compare(
+    run: Run, subject: Subject, program: Program, settings: BeamSettings, text: _Text, format: Format
+) -> tuple[str, str, tuple[Comparison, ...], float]:
+    """Translate by both programs.
+
+    Returns:
+        Name and signature of the metric, a comparison for each beam size, and the largest difference of a token's
+        log-probability.
+    """
+    scorer = None if text.references is None else run.scorer(text.references)
+    sources = [run.tokenizer.encode(line) for line in text.lines]
+    here = OwnProgram(subject.model, subject.vocabulary)
+    comparisons: list[Comparison] = []
+    difference = 0.0
+    for beam in BEAMS:
+        changes = {"beam": beam, "length_penalty": format.length_penalty or settings.length_penalty}
+        chosen = settings.model_copy(update=changes)
+        logger.info("certificate: %s sentences with beam %d in both programs", f"{len(sources):,}", beam)
+        for one in (here, program):  # the first batch has start-up costs
+            one.translate(sources[:2], chosen)
+        start = time.perf_counter()
+        own = here.translate(sources, chosen)
+        middle = time.perf_counter()
+        other = program.translate(sources, chosen)
+        seconds = (middle - start, time.perf_counter() - middle)
+        if beam == BEAMS[0]:
+            difference = _logit_difference(here, program, sources, own)
+        comparisons.append(_comparison(subject, sources, chosen, own, other, seconds, scorer, difference))
+    if scorer is None:
+        return "", "", tuple(comparisons), difference
+    metric = scorer.metrics[0]
+    return metric.name, metric.signature(), tuple(comparisons), difference
+
+
+def _logit_difference(
+    here: OwnProgram, program: Program, sources: Sequence[Sequence[int]], own: Sequence[Found]
+) -> float:
+    some = range(0, len(sources), max(1, len(sources) // _SCORED))
+    pairs = [sources[number] for number in some], [own[number].tokens for number in some]
+    both = zip(here.token_log_probs(*pairs), program.token_log_probs(*pairs), strict=True)
+    return max(abs(one - other) for ours, theirs in both for one, other in zip(ours, theirs, strict=True))
+
+
+def _comparison(
+    subject: Subject,
+    sources: Sequence[Sequence[int]],
+    settings: BeamSettings,
+    own: Sequence[Found],
+    other: Sequence[Found],
+    seconds: tuple[float, float],
+    scorer: Scorer | None,
+    logit_difference: float,
+) -> Comparison:
+    tokenizer = subject.tokenizer
+    texts = [[tokenizer.decode(each.tokens) for each in found] for found in (own, other)]
+    same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
+    scores, log_probs = (
+        _gaps([(getattr(one, name), getattr(two, name)) for one, two in zip(own, other, strict=True)], same)
+        for name in ("score", "log_prob")
+    )
+    tolerance = max(_LEAST_TOLERANCE, 2.0 * logit_difference, 2.0 * max([*scores, *log_probs], default=0.0))
+    if subject.precision == "fp32":  # a wrong export must not excuse its differences
+        tolerance = min(tolerance, _LARGEST_TOLERANCE)
+    config = BeamConfig(**settings.model_dump())
+    differences = []
+    for number, is_same in enumerate(same):
+        if is_same:
+            continue
+        pair = own[number].tokens, other[number].tokens
+        limit = settings.limit(len(sources[number]) + 1, subject.longest)
+        margin, kind = smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
+        at_limit = any(len(tokens) + 1 >= limit for tokens in pair)
+        differences.append(
+            Difference(
+                line=number + 1,
+                here=texts[0][number],
+                there=texts[1][number],
+                margin=margin,
+                kind="hypotheses at the length limit" if at_limit else kind,
+                explained=at_limit or margin <= tolerance,
+            )
+        )
+    return Comparison(
+        beam=settings.beam,
+        sentences=len(sources),
+        identical=sum(same),
+        score_difference=max(scores, default=None),
+        tolerance=tolerance,
+        differences=tuple(differences),
+        bleu_here=None if scorer is None else scorer.first(texts[0]),
+        bleu_there=None if scorer is None else scorer.first(texts[1]),
+        seconds_here=seconds[0],
+        seconds_there=seconds[1],
+    )
+
+
+def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[float]:
+    """Return the differences between numbers of both programs for identical translations; one may give none."""
+    gaps = [abs(one - two) for (one, two), is_same in zip(pairs, same, strict=True) if is_same]
+    return [gap for gap in gaps if not math.isnan(gap)]
+
+
+def _versions(format: str) -> dict[str, str]:
+    packages = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "safetensors": "safetensors"}
+    names = ("torch", packages[format])
+    return {"deepspeed_nmt": deepspeed_nmt.__version__, **{name: importlib.metadata.version(name) for name in names}}
+
+
+def is_current(certificate: Certificate, path: Path, checkpoint: str) -> bool:
+    """Return True if a certificate is of a run's settings, vocabulary and weights of now.
+
+    Args:
+        certificate: of an export of the run.
+        path: run directory.
+        checkpoint: best, last, average, or a path.
+
+    Raises:
+        UserError: if the run cannot be opened.
+    """
+    run = Run.open(path)
+    now = {
+        "config.yaml": run.files["config.yaml"].sha256,
+        "vocabulary": run.tokenizer.digest,
+        "weights": run.checkpoint(checkpoint).weights_digest,
+    }
+    return all(certificate.hashes.get(name) == digest for name, digest in now.items())

@@ -1,0 +1,22 @@
+"""The registry of the names of searches.
+
+To add a search, write its file with a configuration class and a :class:`Search`, and add its line here.
+"""
+
+from __future__ import annotations
+
+from deepspeed_nmt.registry import Entry, Registry
+from deepspeed_nmt.search.base import Search
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
+from deepspeed_nmt.search.mask_predict import MaskPredict, MaskPredictConfig
+
+# name, configuration, builder: (config, model, vocabulary) -> search
+SEARCHES: Registry[Search] = Registry(
+    "search",
+    [
+        Entry("beam", BeamConfig, BeamSearch),
+        Entry("deep_shallow", DeepShallowConfig, DeepShallow),
+        Entry("mask_predict", MaskPredictConfig, MaskPredict),
+    ],
+)

@@ -1,0 +1,267 @@
+"""Exported weights: other programs give each token the probability that this program gives it.
+
+Legend: B sentences, S source length, T target length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.config import validate
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.plain import NotPlainError
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.sentencepiece import train_bpe
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
+from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search
+from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
+from deepspeed_nmt.export.formats import FORMATS, OwnProgram, Subject
+from deepspeed_nmt.export.huggingface_weights import write_huggingface
+from deepspeed_nmt.methods import LAYERS, MODELS
+from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.run.importing import import_marian
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("ctranslate2")
+
+TEXT = [f"the {a} {b} and the {b} {c}" for a in ("old", "new", "red") for b in ("dog", "cat") for c in ("run", "eat")]
+SMALL = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 3, "activation": "gelu"}
+CAD = {"name": "cross_attention_drop", "drop_depth": 2}
+SOURCES = [[5, 9, 4, 30, 11], [7], [12, 12, 13, 8, 6, 21, 22, 10]]
+TARGETS = [[6, 8, 4], [9, 9, 30, 31, 12, 5], []]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(TEXT, 48)
+
+
+def build(model: dict[str, Any], layer: dict[str, Any] | None = None, vocabulary: Vocabulary | None = None) -> Any:
+    """Return a model none of whose parameters has the value of its initialisation."""
+    settings: dict[str, Any] = {"model": {"name": "transformer", **SMALL, **model}}
+    config = validate(settings if layer is None else {**settings, "layer": layer})
+    torch.manual_seed(3)
+    make_layer = partial(LAYERS[config.layer.name].build, config.layer)
+    made = MODELS[config.model.name].build(config.model, vocabulary or Vocabulary(48), make_layer)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return made.eval()
+
+
+def largest_difference(format: str, model: TranslationModel, tokenizer: Tokenizer, directory: Path) -> float:
+    """Export a model, and return the largest difference of a token's log-probability."""
+    subject = Subject(model, tokenizer, 64, "fp32", lambda: model)
+    FORMATS[format].write(directory, subject)
+    there = FORMATS[format].open(directory, subject).token_log_probs(SOURCES, TARGETS)
+    here = OwnProgram(model, tokenizer.vocabulary).token_log_probs(SOURCES, TARGETS)
+    assert [len(each) for each in there] == [len(target) + 1 for target in TARGETS]
+    return max(
+        abs(a - b) for ours, theirs in zip(here, there, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+EXPRESSED = {
+    "pre": ({}, None, None),
+    "post": ({"norm": "post", "activation": "relu"}, None, None),
+    "deepnorm": ({"norm": "deepnorm"}, None, None),
+    "three matrices": ({"norm": "post", "share_embeddings": "none"}, None, None),
+    "deepnorm, two matrices": ({"norm": "deepnorm", "share_embeddings": "decoder"}, None, None),
+    "pre, two matrices": ({"share_embeddings": "decoder"}, None, None),
+    "cross-attention drop, pre": ({}, CAD, None),
+    "cross-attention drop, post": ({"norm": "post"}, CAD, None),
+    "cross-attention drop, deepnorm": ({"norm": "deepnorm"}, CAD, None),
+    "exit 1-2": ({}, None, "1-2"),
+    "exit of cross-attention drop": ({}, CAD, "2-3"),
+    "one loop": ({"name": "recurrent", "encoder_loops": 3, "decoder_loops": 2}, None, "1-1"),
+    "shallow": ({"name": "depth_growing"}, None, "shallow"),
+    "swish, Marian's positions, bias": (
+        {"norm": "post", "activation": "swish", "positions": "marian", "output_bias": True},
+        None,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("format", ["ctranslate2", "huggingface"])
+@pytest.mark.parametrize(("model", "layer", "exit"), EXPRESSED.values(), ids=EXPRESSED)
+def test_another_program_gives_the_same_probabilities(
+    format: str, model: Any, layer: Any, exit: str | None, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    made = build(model, layer).at_exit(exit or "top")
+    # A layer without cross-attention meets two LayerNorms in post-norm, the second of which has no eps.
+    bound = 2e-4 if layer is not None and model.get("norm", "pre") != "pre" else 2e-5
+    assert largest_difference(format, made, tokenizer, tmp_path) < bound
+
+
+def test_shared_layers_are_written_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir(), (tmp_path / "thrice").mkdir()
+    one = build({"encoder_layers": 1, "decoder_layers": 1})
+    order = one.encoder.order
+    longest_difference = largest_difference("ctranslate2", one, tokenizer, tmp_path / "one")
+    one.encoder.order = type(order)((0, 0, 0), frozenset(), (3,))
+    assert max(longest_difference, largest_difference("ctranslate2", one, tokenizer, tmp_path / "thrice")) < 2e-5
+    sizes = [(tmp_path / name / "model.bin").stat().st_size for name in ("one", "thrice")]
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+REFUSED = {
+    "recurrent": (
+        {"name": "recurrent", "encoder_loops": 2, "decoder_loops": 1},
+        "embedded tokens to the state again",
+    ),
+    "transparent": ({"name": "transparent_attention"}, "different mixtures of the encoder's layers"),
+    "growing": ({"name": "depth_growing"}, "its deep exit runs two nets"),
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_expressed_is_refused_with_the_reason(model: Any, reason: str) -> None:
+    with pytest.raises(NotPlainError, match=reason):
+        build(model).plain()
+
+
+def test_a_layer_that_computes_something_else_is_refused() -> None:
+    class Other(DecoderLayer):
+        pass
+
+    model = build({})
+    model.decoder.layers[1].__class__ = Other
+    with pytest.raises(NotPlainError, match="layer 2 of its decoder is no standard layer"):
+        model.plain()
+
+
+def test_a_pre_norm_model_of_two_vocabularies_is_no_model_of_hugging_face(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(48, own_source=Vocabulary(40))
+    model = build({"share_embeddings": "decoder"}, vocabulary=vocabulary)
+    with pytest.raises(NotPlainError, match="two vocabularies"):
+        write_huggingface(tmp_path, model.plain(), vocabulary, 64)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"beam": 1},
+        {"beam": 3, "length_penalty": "none"},
+        {"beam": 4, "max_length_ratio": 0.0, "max_length_extra": 1},
+        {"beam": 1, "max_length_ratio": 0.5, "max_length_extra": 1},
+    ],
+)
+def test_ctranslate2_searches_as_this_program(settings: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Also at the length limits, which most of the sentences of a model without training reach."""
+    model, vocabulary = build({"output_bias": True}), tokenizer.vocabulary
+    with torch.no_grad():
+        model.projection.bias[vocabulary.eos] += 2.0
+        model.projection.bias[[vocabulary.pad, vocabulary.bos]] -= 9.0  # as in a model that is trained
+    pieces = tokenizer.pieces("source"), tokenizer.pieces("target")
+    write_ctranslate2(tmp_path, model.plain(), vocabulary, pieces, 64, "fp32")
+    config = BeamConfig(**settings)
+    wanted = BeamSettings(**{key: getattr(config, key) for key in BeamSettings.model_fields})
+    torch.manual_seed(1)
+    sources = [torch.randint(4, 48, (length,)).tolist() for length in (1, 2, 3, 5, 8, 8, 9, 12) for _ in range(3)]
+    found = dict(CTranslate2Search(tmp_path, vocabulary, pieces, 64, "fp32").search(sources, wanted, 60))
+    search = BeamSearch(config, model, vocabulary)
+    assert sorted(found) == list(range(len(sources)))
+    for number, source in enumerate(sources):
+        best = search.search(torch.tensor([[*source, vocabulary.eos]]), False)[0][0]
+        assert found[number][0].tokens == best.tokens, source
+        assert found[number][0].score == pytest.approx(best.score, abs=1e-4)
+        assert len(best.tokens) < wanted.limit(len(source) + 1, 64)
+
+
+def marian(directory: Path, tokenizer: Tokenizer, **changes: Any) -> Any:
+    """Write a MarianMT model with its own initialisation, bias and tokenizer, and return it."""
+    model = build({"norm": "post", "positions": "marian"})
+    subject = Subject(model, tokenizer, 64, "fp32", lambda: model)
+    FORMATS["huggingface"].write(directory, subject)
+    config = json.loads((directory / "config.json").read_text())
+    special = {"pad_token_id": 0, "bos_token_id": None, "decoder_start_token_id": 0, "forced_eos_token_id": 2}
+    config |= {"activation_function": "swish", **special, **changes}
+    made = transformers.MarianMTModel(transformers.MarianConfig(**config)).eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in [*made.named_parameters(), ("", made.final_logits_bias)]:
+            if "embed_positions" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(directory)
+    return made
+
+
+UNTIED = {"share_encoder_decoder_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, UNTIED, {**UNTIED, "tie_word_embeddings": False}], ids=["one", "two", "three"]
+)
+def test_an_imported_model_has_the_same_logits(changes: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    there = marian(tmp_path / "there", tokenizer, **changes)
+    import_marian(str(tmp_path / "there"), tmp_path / "run")
+    translator = Translator.open(tmp_path / "run", device="cpu")
+    model = translator.model
+    assert isinstance(model, TranslationModel)
+    source_BS, target_BT = (
+        torch.tensor([[5, 9, 4, 30, 11, 2], [7, 8, 2, 0, 0, 0]]),
+        torch.tensor([[0, 6, 8], [0, 9, 9]]),
+    )
+    with torch.inference_mode():
+        logits_BTV = model.projection(model.decode(target_BT, model.encode(source_BS))[0])
+        wanted_BTV = there(input_ids=source_BS, attention_mask=source_BS.ne(0), decoder_input_ids=target_BT).logits
+    assert (logits_BTV - wanted_BTV).abs().max() < 1e-5
+    assert wanted_BTV.std() > 0.3, "equal logits of a constant model would show nothing"
+
+
+def test_an_imported_tokenizer_reads_as_the_original(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    marian(tmp_path / "there", tokenizer)
+    import_marian(str(tmp_path / "there"), tmp_path / "run")
+    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path / "there")
+    ours = Translator.open(tmp_path / "run", device="cpu").tokenizer
+    for line in ["the red dog and the cat", "a dogma   xyz", "", "éé the"]:
+        assert [*ours.encode(line), 2] == theirs(line)["input_ids"], line
+    assert ours.decode(ours.encode("the red dog and")) == "the red dog and"
+    assert ours.vocabulary == Vocabulary(48, pad=0, bos=0, eos=2, unk=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale_embedding": False}, "must scale its embeddings"),
+        ({"activation_function": "tanh"}, "must have an activation_function of relu, gelu"),
+        ({"decoder_ffn_dim": 8}, "same ffn_dim on both sides, but"),
+        ({"vocab_size": 60, "decoder_vocab_size": 60}, "a token for each row of its embeddings"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+    changes: Any, message: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    marian(tmp_path / "there", tokenizer, **changes)
+    with pytest.raises(ConfigError, match=message):
+        import_marian(str(tmp_path / "there"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"--from must be a folder .* with the config.json of a MarianMT model"):
+        import_marian(str(tmp_path / "there"), tmp_path / "run")
+
+
+def test_a_damaged_vocabulary_of_an_import_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    marian(tmp_path / "there", tokenizer)
+    import_marian(str(tmp_path / "there"), tmp_path / "run")
+    (tmp_path / "run" / "vocabulary.numbers.json").write_text('{"a": 0}')
+    with pytest.raises((DataError, CheckpointError), match=r"vocabulary.numbers.json must be as `train` wrote it"):
+        Translator.open(tmp_path / "run", device="cpu")
