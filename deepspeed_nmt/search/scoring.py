@@ -9,16 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
 
 import torch
 
-from deepspeed_nmt.core.model import DecodableModel, TranslationModel
-from deepspeed_nmt.core.vocabulary import Side
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, PairTokenizer, SourceLines
 from deepspeed_nmt.search.translate import length_buckets, out_of_bounds, pad_sources
 
 
@@ -44,20 +42,6 @@ class ScoredTranslation:
     def mean_log_prob(self) -> float:
         """Mean log-probability (nats) of a token, EOS included; minus it is the log of the perplexity."""
         return self.log_prob / len(self.log_probs)
-
-
-def members_of(model: DecodableModel) -> list[TranslationModel]:
-    """Return the models of an ensemble, or a list of the one model."""
-    members = model.members if isinstance(model, Ensemble) else [model]
-    return [member for member in members if isinstance(member, TranslationModel)]
-
-
-class PairTokenizer(Tokenizer, Protocol):
-    """The part of a tokenizer that scoring needs."""
-
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
-        """Encode lines of one side as tokens, without EOS."""
-        ...
 
 
 def score_lines(
@@ -144,7 +128,9 @@ def _score(
                 numbers_of.setdefault(sources[number], []).append(number)
             source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
             asked = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
-            found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked)
+            found = token_log_probs(
+                members_of(model), vocabulary, source_BS, padded, asked, weights_of(model)
+            )
             for numbers, each in zip(numbers_of.values(), found, strict=True):
                 for number, log_probs in zip(numbers, each, strict=True):
                     scored[number] = ScoredTranslation(targets[number], log_probs)
