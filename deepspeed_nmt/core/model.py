@@ -219,7 +219,7 @@ class TranslationModel(DecodableModel):
         """
         return {
             number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
-            for number, layer in self._decoder_layers()
+            for number, layer in self._crossing_layers()
             if layer.cross_residual is not None
         }
 
@@ -227,11 +227,11 @@ class TranslationModel(DecodableModel):
         """Return the cross-attention of each decoder layer that has one, by the layer's number, counted from 1."""
         return {
             number: layer.cross_attention
-            for number, layer in self._decoder_layers()
+            for number, layer in self._crossing_layers()
             if layer.cross_attention is not None
         }
 
-    def _decoder_layers(self) -> Iterator[tuple[int, CrossAttending]]:
+    def _crossing_layers(self) -> Iterator[tuple[int, CrossAttending]]:
         return enumerate((module for module in self.modules() if isinstance(module, CrossAttending)), 1)
 
     def source_mask(

@@ -135,6 +135,15 @@ class BertTokenizer(Tokenizer):
         begin = self.vocabulary.source.bos
         return [[begin, *each] if each else [] for each in tokens]
 
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
+        return [self._sides[side].id_to_token(int(token)) or UNKNOWN_TEXT for token in tokens]
+
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        """Return the number of a token; see :meth:`Tokenizer.number`."""
+        number: int | None = self._sides[side].token_to_id(piece)
+        return number
+
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
         """Decode tokens; see :meth:`Tokenizer.decode`."""
         vocabulary = self.vocabulary.source if side == "source" else self.vocabulary

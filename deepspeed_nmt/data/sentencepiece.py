@@ -115,6 +115,19 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode(numbers)
         return text
 
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
+        if self.segmented:
+            return [self._words[int(token)] for token in tokens]
+        return [self._processor.id_to_piece(int(token)) for token in tokens]
+
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        """Return the number of a token; see :meth:`Tokenizer.number`."""
+        if self.segmented:
+            return self._numbers.get(piece)
+        number = int(self._processor.piece_to_id(piece))
+        return None if number == UNK else number
+
     def reference(self, text: str) -> str:
         """Remove the ``@@ `` marks of segmented text; raw text stays as it is."""
         return _CONTINUATION.sub("", text) if self.segmented else text

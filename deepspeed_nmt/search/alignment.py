@@ -79,9 +79,7 @@ class AttentionWatch:
         return self._links[combination][number][:tokens]
 
 
-def word_links(
-    links: Sequence[int], source_words: Sequence[int], target_words: Sequence[int | None]
-) -> Links:
+def word_links(links: Sequence[int], source_words: Sequence[int], target_words: Sequence[int | None]) -> Links:
     """Return the links of words.
 
     Args:

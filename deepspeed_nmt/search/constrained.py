@@ -1,11 +1,11 @@
 """Beam search with lexical constraints: phrases that every translation contains.
 
-Dynamic beam allocation of Post and Vilar, "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for Neural
-Machine Translation" (2018), after the grid beam search of Hokamp and Liu (2017). Besides the best extensions of all
-hypotheses, each step looks at the best extension of each hypothesis and at its extensions by the next tokens of
-unmet phrases. The places of the beam are divided among *banks* by the number of constraint tokens that a hypothesis
-has met. EOS may follow only when all are met. A phrase counts once its tokens follow one another: a hypothesis that
-leaves it before its end has met none of it.
+Dynamic beam allocation of Post and Vilar, "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for
+Neural Machine Translation" (2018), after the grid beam search of Hokamp and Liu (2017). Besides the best extensions
+of all hypotheses, each step looks at the best extension of each hypothesis and at its extensions by the next tokens
+of unmet phrases. The places of the beam are divided among *banks* by the number of constraint tokens that a
+hypothesis has met. EOS may follow only when all are met. A phrase counts once its tokens follow one another: a
+hypothesis that leaves it before its end has met none of it.
 
 A sentence without constraints has one bank, which is beam search. A beam of fewer places than a sentence has
 constraint tokens, plus one, prefers hypotheses that have met most.
@@ -71,7 +71,7 @@ class Progress:
         return Progress(self.met, phrase, position)
 
     def next_tokens(self, phrases: Phrases) -> list[int]:
-        """Return the tokens that meet more: the next one of the phrase that is begun, else the first of each unmet."""
+        """Return the tokens that meet more: the next one of the phrase that is begun, or the first of each unmet."""
         if self.phrase is not None:
             return [phrases[self.phrase][self.position]]
         return list(dict.fromkeys(phrase[0] for number, phrase in enumerate(phrases) if number not in self.met))
@@ -260,9 +260,7 @@ class ConstrainedBeam:
             found.append(self._sorted(sentence, totals, length))
         return found
 
-    def _sorted(
-        self, sentence: _Sentence, totals: dict[tuple[int, int], float], length: int
-    ) -> list[_Candidate]:
+    def _sorted(self, sentence: _Sentence, totals: dict[tuple[int, int], float], length: int) -> list[_Candidate]:
         """Return the possible extensions of a sentence, the most probable first.
 
         Args:
@@ -294,7 +292,9 @@ class ConstrainedBeam:
             length: of the extended hypotheses.
         """
         eos, beam = self.vocabulary.eos, self.config.beam
-        ready = candidates if sentence.limit == length else [each for each in candidates if each.met == sentence.tokens]
+        ready = (
+            candidates if sentence.limit == length else [each for each in candidates if each.met == sentence.tokens]
+        )
         for each in ready[:beam]:
             if each.token == eos:
                 tokens = tokens_RT[first + each.parent, 1:].tolist()

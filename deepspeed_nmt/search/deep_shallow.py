@@ -75,8 +75,8 @@ class DeepShallow:
 
         See :meth:`RequestSearch.search`.
         """
-        found = [search.search(source_BS, padded, requests) for search in self.searches]
-        own = [[{tuple(each.tokens): each.log_prob for each in one} for one in lists] for lists in found]
+        lists = [search.search(source_BS, padded, requests) for search in self.searches]
+        own = [[{tuple(each.tokens): each.log_prob for each in one} for one in each_list] for each_list in lists]
         scores = [
             self._completed(net, ours, theirs, source_BS, padded)
             for net, ours, theirs in zip(self.nets, own, reversed(own), strict=True)

@@ -6,12 +6,12 @@ this step. The cost decides only which extensions live on or finish in this step
 those of the model. EOS costs nothing, because groups that must not end at the same time would differ in length
 instead of words.
 
-A sentence is done when every group has finished as many hypotheses as it has places, or at its length limit. One group
-is beam search.
+A sentence is done when every group has finished as many hypotheses as it has places, or at its length limit. One
+group is beam search.
 
 Legend: B sentences, S source length, V vocabulary, K beam, G groups, N hypotheses of a group (1 before the first
-step, then K / G), W live hypotheses of a sentence (1, then K), R rows = B x W, C extensions looked at, T target length so
-far (BOS included).
+step, then K / G), W live hypotheses of a sentence (1, then K), R rows = B x W, C extensions looked at, T target
+length so far (BOS included).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DiverseBeamConfig(BeamSettings):
     def _check_groups(self) -> DiverseBeamConfig:
         if self.beam % (self.groups or self.beam):
             raise ValueError(
-                f"beam must be a multiple of groups, but is {self.beam} and groups is {self.groups}; change one of them"
+                f"beam must be a multiple of groups, but is {self.beam} and groups is {self.groups}; change one"
             )
         return self
 

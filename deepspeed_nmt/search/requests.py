@@ -46,8 +46,8 @@ class LineInputs:
                 continue
             if name not in search.takes:
                 raise ConfigError(
-                    f"{option(name)} needs {remedy}, but search.name={search.name} decodes here; change the search, or "
-                    f"leave out {option(name)}"
+                    f"{option(name)} needs {remedy}, but search.name={search.name} decodes here; change the search, "
+                    f"or leave out {option(name)}"
                 )
             assert isinstance(tokenizer, PairTokenizer), "the tokenizer must encode target text"
 
@@ -138,8 +138,8 @@ class RequestedLines:
         needed = sum(map(len, phrases)) + 1
         if self._longest is not None and needed > self._longest:
             raise MisalignedError(
-                f"a prefix and constraints must have {self._longest - 1:,} tokens at most, which is all that the model "
-                f"writes, but those of line {number + 1:,} have {needed - 1:,}; shorten them"
+                f"a prefix and constraints must have {self._longest - 1:,} tokens at most, which is all that the "
+                f"model writes, but those of line {number + 1:,} have {needed - 1:,}; shorten them"
             )
         if not self._warned and any(self._tokenizer.vocabulary.unk in phrase for phrase in phrases):
             self._warned = True

@@ -53,8 +53,8 @@ class LeftToRightSettings(SearchConfig):
     def _check(self) -> LeftToRightSettings:
         if self.max_length is not None and self.max_length < self.min_length:
             raise ValueError(
-                f"min_length must be at most max_length, which is {self.max_length}, but is {self.min_length}; change "
-                "one of them"
+                f"min_length must be at most max_length, which is {self.max_length}, but is {self.min_length}; "
+                "change one of them"
             )
         if any(not 0 <= token < MAX_VOCABULARY for token in self.suppress_tokens):
             raise ValueError("suppress_tokens must be numbers of tokens of the vocabulary")
@@ -152,9 +152,7 @@ class TokenRules:
             is_forced_R1 = forced_R1 >= 0
             logits_RV.masked_fill_(is_forced_R1, -torch.inf)
             index_R1 = forced_R1.clamp(min=0)
-            logits_RV.scatter_(
-                1, index_R1, torch.where(is_forced_R1, forced_logit_R1, logits_RV.gather(1, index_R1))
-            )
+            logits_RV.scatter_(1, index_R1, torch.where(is_forced_R1, forced_logit_R1, logits_RV.gather(1, index_R1)))
 
     def _forced(self, length: int, numbers: Sequence[int], rows: int, device: torch.device) -> Tensor | None:
         """Return the token of its prefix that each row must continue with, -1 where any may. Shape: -> (R,1)."""

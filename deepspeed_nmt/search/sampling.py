@@ -6,8 +6,8 @@ the vocabulary in the order of the tokens' numbers. Rounding errors, which diffe
 token only if its random number falls on the bound between two tokens up to an error of about 1e-6, or if two tokens
 at the cut of top-k or top-p have equal probabilities up to that error.
 
-Legend: B sentences, S source length, V vocabulary, W samples of a sentence in progress (1 before the first step), R rows
-= B x W, T target length so far (BOS included).
+Legend: B sentences, S source length, V vocabulary, W samples of a sentence in progress (1 before the first step), R
+rows = B x W, T target length so far (BOS included).
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Sampling:
         """
         return [sorted(each, key=lambda sample: -sample.score) for each in self.samples(source_BS, padded, requests)]
 
-    def samples(
-        self, source_BS: Tensor, padded: bool, requests: Sequence[Request] | None
-    ) -> list[list[Hypothesis]]:
+    def samples(self, source_BS: Tensor, padded: bool, requests: Sequence[Request] | None) -> list[list[Hypothesis]]:
         """Return all samples of each sentence, in the order of their numbers; see :meth:`search`."""
         assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
@@ -151,7 +149,11 @@ class Sampling:
         ]
 
     def _keys(
-        self, requests: Sequence[Request], numbers: Sequence[int], alive: Sequence[Sequence[int]], device: torch.device
+        self,
+        requests: Sequence[Request],
+        numbers: Sequence[int],
+        alive: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> Tensor:
         """Return the keys of the random choices of each row. Shape: -> int64 (R,)."""
         seed, purpose = self.config.seed, randomness.Purpose.SAMPLING
@@ -164,9 +166,7 @@ class Sampling:
             device,
         )
 
-    def _forbid(
-        self, logits_RV: Tensor, tokens_RT: Tensor, rules: TokenRules | None, numbers: Sequence[int]
-    ) -> None:
+    def _forbid(self, logits_RV: Tensor, tokens_RT: Tensor, rules: TokenRules | None, numbers: Sequence[int]) -> None:
         """Set the logits of tokens that are never drawn to -inf."""
         never = [self.vocabulary.pad, self.vocabulary.bos]
         for token in never if self.model.mask is None else [*never, self.model.mask]:

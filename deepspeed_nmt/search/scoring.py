@@ -6,7 +6,8 @@ Legend: B sentences, S source length, T target length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
@@ -55,6 +56,7 @@ def score_lines(
     advance: Callable[[int], object] = lambda more: None,
     max_source_tokens: int = MAX_SOURCE_TOKENS,
     strict: bool = False,
+    lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[ScoredTranslation]:
     """Score translations of lines one by one, as they are asked for.
 
@@ -72,6 +74,7 @@ def score_lines(
         advance: called with the number of further pairs that are done.
         max_source_tokens: bound of a source, in tokens without EOS; the model may have a lower one.
         strict: True to refuse longer sources. Otherwise their beginning is read, with a warning.
+        lock: held while the model is used, and at no other time.
 
     Yields:
         Each translation with the log-probabilities of its tokens, in order.
@@ -86,7 +89,8 @@ def score_lines(
         raise ConfigError(problems)
     reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict)
     pairs = zip_longest(sources, translations)
-    return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance)
+    held = nullcontext() if lock is None else lock
+    return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance, held)
 
 
 def _score(
@@ -98,6 +102,7 @@ def _score(
     buffer_lines: int,
     device: torch.device,
     advance: Callable[[int], object],
+    lock: AbstractContextManager[object],
 ) -> Iterator[ScoredTranslation]:
     vocabulary, before = tokenizer.vocabulary, 0
     while buffer := list(islice(pairs, buffer_lines)):
@@ -126,11 +131,10 @@ def _score(
             numbers_of: dict[tuple[int, ...], list[int]] = {}
             for number in bucket:
                 numbers_of.setdefault(sources[number], []).append(number)
-            source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
             asked = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
-            found = token_log_probs(
-                members_of(model), vocabulary, source_BS, padded, asked, weights_of(model)
-            )
+            with lock:
+                source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
+                found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked, weights_of(model))
             for numbers, each in zip(numbers_of.values(), found, strict=True):
                 for number, log_probs in zip(numbers, each, strict=True):
                     scored[number] = ScoredTranslation(targets[number], log_probs)

@@ -116,7 +116,7 @@ def translate_lines(
         ConfigError: if numbers are out of range. All of them are reported at once, before anything is read. Or if the
             search does not respect ``inputs``, or a layer does not exist.
         DataError: if a line is too long, and ``strict`` is True.
-        MisalignedError: if there are more or fewer prefixes or constraints than lines, after all lines that have them.
+        MisalignedError: if there are more or fewer prefixes or constraints than lines, after those that have them.
     """
     inputs, wanted = inputs or LineInputs(), wanted or Wanted()
     numbers = {

@@ -45,7 +45,7 @@ def _matches(counters: Sequence[Counter[Hashable]]) -> tuple[NDArray[np.int64], 
 
 
 def _chrf(texts: Sequence[str]) -> Matrix:
-    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics.chrf import CHRF
     from sacrebleu.metrics.helpers import extract_all_char_ngrams
 
     metric = CHRF()
@@ -65,7 +65,7 @@ def _chrf(texts: Sequence[str]) -> Matrix:
 
 
 def _bleu(texts: Sequence[str]) -> Matrix:
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.helpers import extract_all_word_ngrams
 
     metric = BLEU(effective_order=True)

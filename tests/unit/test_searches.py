@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -78,7 +78,9 @@ def contains(tokens: Sequence[int], phrase: Sequence[int]) -> bool:
 CONSTRAINTS = ((), ((9, 10), (11,)), ((12,),), ((13, 13),), ())
 REQUESTS = [
     Request(line, prefix, constraints)
-    for line, prefix, constraints in zip((5, 0, 7, 2, 90), ((), (5, 7), (6,), (), (20, 20, 20)), CONSTRAINTS, strict=True)
+    for line, prefix, constraints in zip(
+        (5, 0, 7, 2, 90), ((), (5, 7), (6,), (), (20, 20, 20)), CONSTRAINTS, strict=True
+    )
 ]
 LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.left_to_right]
 
@@ -119,7 +121,7 @@ def check_rules(tokens: Sequence[int], request: Request) -> None:
     assert not {PAD, BOS, EOS} & set(tokens)
     assert not {UNK, 7, 8} & set(chosen) - constrained
     if not request.prefix and not request.constraints:
-        pairs = list(zip(tokens, tokens[1:], strict=False))
+        pairs = list(pairwise(tokens))
         assert len(pairs) == len(set(pairs))
 
 
