@@ -267,7 +267,7 @@ class Translator:
             advance=advance,
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
-            inputs=LineInputs(prefix, constraints, first_line),
+            inputs=LineInputs(None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
         )
@@ -313,6 +313,7 @@ class Translator:
         advance: Callable[[int], object] = lambda more: None,
         max_source_tokens: int | None = None,
         strict: bool = False,
+        warn: bool = True,
     ) -> Iterator[ScoredTranslation]:
         """Yield the log-probability (nats) of each token of given translations, by forced decoding.
 
@@ -327,11 +328,12 @@ class Translator:
             advance: callback for progress; its argument is the number of pairs finished since the last call.
             max_source_tokens: see :meth:`stream`.
             strict: see :meth:`stream`.
+            warn: False to log no warnings of lines, for text that is scored again.
 
         Raises:
             ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.
-            DataError: if there are more sources than translations or fewer, a translation is longer than the model
-                can read, or a source is too long and ``strict`` is True.
+            DataError: if there are more sources than translations or fewer, after all pairs; if a translation is
+                longer than the model can read, or a source is too long and ``strict`` is True.
         """
         if not self.search.left_to_right:
             raise ConfigError(
@@ -349,5 +351,6 @@ class Translator:
             advance=advance,
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
+            warn=warn,
             lock=self._lock,
         )

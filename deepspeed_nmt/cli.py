@@ -19,7 +19,10 @@ from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, User
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
-COMMANDS = ("sample-data", "prepare", "train", "translate", "score", "average", "plan", "report", "selftest")
+COMMANDS = (
+    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "plan", "report"),
+    "selftest",
+)
 """Names of the commands.
 
 Each is a module of deepspeed_nmt.commands (with _ for -) that defines HELP, add_arguments(parser) and run(arguments),

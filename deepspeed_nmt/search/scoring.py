@@ -17,6 +17,7 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.search.requests import MisalignedError
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, PairTokenizer, SourceLines
 from deepspeed_nmt.search.translate import length_buckets, out_of_bounds, pad_sources
 
@@ -56,6 +57,7 @@ def score_lines(
     advance: Callable[[int], object] = lambda more: None,
     max_source_tokens: int = MAX_SOURCE_TOKENS,
     strict: bool = False,
+    warn: bool = True,
     lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[ScoredTranslation]:
     """Score translations of lines one by one, as they are asked for.
@@ -74,6 +76,7 @@ def score_lines(
         advance: called with the number of further pairs that are done.
         max_source_tokens: bound of a source, in tokens without EOS; the model may have a lower one.
         strict: True to refuse longer sources. Otherwise their beginning is read, with a warning.
+        warn: False to log no warnings of lines, for text that is scored again.
         lock: held while the model is used, and at no other time.
 
     Yields:
@@ -81,13 +84,13 @@ def score_lines(
 
     Raises:
         ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
-        DataError: if there are more sources than translations or fewer, a translation is longer than the model can
-            read, or a source is too long and ``strict`` is True.
+        DataError: if a translation is longer than the model can read, or a source is too long and ``strict`` is True.
+        MisalignedError: if there are more sources than translations or fewer, after all pairs.
     """
     numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "max_source_tokens": max_source_tokens}
     if problems := out_of_bounds(numbers):
         raise ConfigError(problems)
-    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict)
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
     pairs = zip_longest(sources, translations)
     held = nullcontext() if lock is None else lock
     return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance, held)
@@ -105,15 +108,17 @@ def _score(
     lock: AbstractContextManager[object],
 ) -> Iterator[ScoredTranslation]:
     vocabulary, before = tokenizer.vocabulary, 0
-    while buffer := list(islice(pairs, buffer_lines)):
+    problem: MisalignedError | None = None
+    while problem is None and (buffer := list(islice(pairs, buffer_lines))):
         sources, texts = [], []
         for line, (source, text) in enumerate(buffer, before + 1):
             if source is None or text is None:
                 more, fewer = ("translations", "sources") if source is None else ("sources", "translations")
-                raise DataError(
+                problem = MisalignedError(
                     f"sources and translations must be aligned line by line, but there are {line - 1:,} {fewer} and "
                     f"more {more}; give texts of the same sentences"
                 )
+                break
             sources.append((*reader.encode(source), vocabulary.source.eos))
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
@@ -125,7 +130,7 @@ def _score(
                     f"line {line:,} has {len(tokens):,}; split it"
                 )
         reader.warn_of_unknown()
-        scored: list[ScoredTranslation | None] = [None] * len(buffer)
+        scored: list[ScoredTranslation | None] = [None] * len(texts)
         lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]
         for bucket in length_buckets(lengths, max_tokens):
             numbers_of: dict[tuple[int, ...], list[int]] = {}
@@ -142,3 +147,5 @@ def _score(
         yield from (each for each in scored if each is not None)
         before += len(buffer)
     reader.warn_of_cuts()
+    if problem is not None:
+        raise problem
