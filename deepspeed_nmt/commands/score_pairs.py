@@ -95,14 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
         for option, file in zip(("source", "target"), files, strict=True):
             if target is not None and replaces(target, file):
                 raise ConfigError(
-                    f"--output must be another file than --{option}, but {target} is that text; give another"
+                    f"--output must be another file than --{option}, but {target} is that text; give a path"
                 )
         names = (arguments.source, arguments.target)
         counts = [count_lines(file, name) for file, name in zip(files, names, strict=True)]
         if None not in counts and counts[0] != counts[1]:
             raise DataError(
-                f"--source and --target must be aligned line by line, but have {counts[0]:,} and {counts[1]:,} lines; "
-                "give texts of the same sentences"
+                f"--source and --target must be aligned line by line, but have {counts[0]:,} and {counts[1]:,} "
+                "lines; give texts of the same sentences"
             )
         translator = Translator.open(
             arguments.run,
