@@ -142,5 +142,5 @@ def run(arguments: argparse.Namespace) -> int:
             except MisalignedError as error:  # what was translated is kept
                 problem = error
     if problem is not None:
-        raise DataError(f"{problem}; {number + 1:,} lines are translated") from problem
+        raise DataError(f"{problem}; lines translated: {number + 1:,}") from problem
     return 0

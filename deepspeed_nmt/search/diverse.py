@@ -28,6 +28,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import option
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
 from deepspeed_nmt.search.beam import BeamSettings
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -49,7 +50,8 @@ class DiverseBeamConfig(BeamSettings):
     def _check_groups(self) -> DiverseBeamConfig:
         if self.beam % (self.groups or self.beam):
             raise ValueError(
-                f"beam must be a multiple of groups, but is {self.beam} and groups is {self.groups}; change one"
+                f"{option('beam')} must be a multiple of {option('groups')}, but is {self.beam} and "
+                f"{option('groups')} is {self.groups}; change one of them"
             )
         return self
 

@@ -10,7 +10,7 @@ P length of the longest prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -18,7 +18,11 @@ from torch import Tensor
 
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
+from deepspeed_nmt.errors import option
 from deepspeed_nmt.search.base import Request
+
+TokenNumber = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
+"""Type of settings that are a token."""
 
 
 class LeftToRightSettings(SearchConfig):
@@ -45,7 +49,7 @@ class LeftToRightSettings(SearchConfig):
         default=0, ge=0, le=1_000, description="n: no n-gram of tokens occurs twice in a translation; 0: allowed"
     )
     suppress_unknown: bool = Field(default=False, description="never predict the unknown token")
-    suppress_tokens: tuple[int, ...] = Field(
+    suppress_tokens: tuple[TokenNumber, ...] = Field(
         default=(), max_length=100_000, description="numbers of tokens that are never predicted"
     )
 
@@ -53,11 +57,9 @@ class LeftToRightSettings(SearchConfig):
     def _check(self) -> LeftToRightSettings:
         if self.max_length is not None and self.max_length < self.min_length:
             raise ValueError(
-                f"min_length must be at most max_length, which is {self.max_length}, but is {self.min_length}; "
-                "change one of them"
+                f"{option('min_length')} must be at most {option('max_length')}, which is {self.max_length}, but is "
+                f"{self.min_length}; change one of them"
             )
-        if any(not 0 <= token < MAX_VOCABULARY for token in self.suppress_tokens):
-            raise ValueError("suppress_tokens must be numbers of tokens of the vocabulary")
         return self
 
 

@@ -137,7 +137,8 @@ class Sampling:
                 numbers = [numbers[row] for row in kept]
                 memory = memory.select(kept_B)
             alive = rest
-            most = max(map(len, alive))
+            # One row per sentence would see the cached positions of all samples so far as its own.
+            most = max(2 if config.samples > 1 else 1, *map(len, alive))
             places_R = torch.tensor([(each + each[:1] * most)[:most] for each in places], device=device).flatten()
             tokens_RT = torch.cat([tokens_RT, token_R.unsqueeze(1)], dim=1).index_select(0, places_R)
             keys_R = keys_R.index_select(0, places_R)

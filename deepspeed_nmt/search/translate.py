@@ -130,9 +130,9 @@ def translate_lines(
         problems.append(_too_many(nbest, config))
     if problems:
         raise ConfigError(problems)
+    inputs.check(config, tokenizer)
     search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
     reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
-    inputs.check(config, tokenizer)
     job = _Job(
         search=search,
         takes_requests=bool(config.takes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -29,16 +29,19 @@ SEARCHED: dict[str, dict[str, Any]] = {
     "beam": {"beam": 3},
     "diverse_beam": {"beam": 4, "groups": 2, "diversity": 0.7},
     "constrained_beam": {"beam": 4},
-    "sampling": {"samples": 4, "temperature": 0.8, "top_k": 20, "top_p": 0.95},
-    "mbr": {"samples": 4},
+    "sampling": {"samples": 4, "temperature": 1.2, "top_k": 40, "top_p": 0.95},
+    "mbr": {"samples": 8, "temperature": 1.5},
 }
 RULES = {"min_length": 4, "max_length": 9, "no_repeat_ngram": 2, "suppress_unknown": True, "suppress_tokens": (7, 8)}
 
 
-def sharpened(model: TranslationModel, factor: float = 4.0) -> TranslationModel:
-    """Return a random model whose predictions are far from uniform."""
+def sharpened(model: TranslationModel, factor: float = 4.0, end: float = 0.0) -> TranslationModel:
+    """Return a random model whose predictions are far from uniform, and whose sentences end early and late."""
     with torch.no_grad():
         model.projection.weight.mul_(factor)
+    bias_V = torch.zeros(model.vocab_size)
+    bias_V[EOS] = end
+    model.projection.bias = torch.nn.Parameter(bias_V)
     return model.eval()
 
 
@@ -89,9 +92,9 @@ LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.lef
 @pytest.mark.parametrize("method", LEFT_TO_RIGHT)
 def test_batches_and_the_cache_change_nothing(method: str, rules: dict[str, Any]) -> None:
     torch.manual_seed(3)
-    model = sharpened(build_model(settings_of(method), VOCABULARY))
+    model = sharpened(build_model(settings_of(method), VOCABULARY), end=7.0)
     rows = sources([9, 3, 6, 6, 2], VOCABULARY.size)
-    different = set()
+    different, lengths = set(), defaultdict[str, set[tuple[int, int]]](set)
     grown = {"deep_shallow": {"beam": 3}} if settings_of(method).model.named_exits else {}
     for name, settings in {**SEARCHED, **grown}.items():
         search = searcher(name, model, **settings, **rules)
@@ -110,7 +113,9 @@ def test_batches_and_the_cache_change_nothing(method: str, rules: dict[str, Any]
                 if rules:
                     check_rules(hypothesis.tokens, request)
             different |= {tuple(each.tokens) for each in found}
+            lengths[name] |= {(request.line, len(each.tokens)) for each in found}
     assert len(different) > 20, "equal translations would show nothing"
+    assert rules or len(lengths["mbr"]) > 6, "samples of one length would end together"
 
 
 def check_rules(tokens: Sequence[int], request: Request) -> None:
@@ -268,12 +273,20 @@ def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("beam", {"min_length": 9, "max_length": 8}, "min_length must be at most max_length, which is 8, but is 9"),
-        ("diverse_beam", {"beam": 5, "groups": 2}, "beam must be a multiple of groups, but is 5 and groups is 2"),
+        (
+            "beam",
+            {"min_length": 9, "max_length": 8},
+            "`min_length` must be at most `max_length`, which is 8, but is 9",
+        ),
+        (
+            "diverse_beam",
+            {"beam": 5, "groups": 2},
+            "`beam` must be a multiple of `groups`, but is 5 and `groups` is 2",
+        ),
         ("sampling", {"top_p": 0.0}, "greater than 0"),
         ("sampling", {"temperature": 0.0}, "greater than or equal to 0.001"),
         ("mbr", {"utility": "ter"}, "'chrf' or 'bleu'"),
-        ("beam", {"suppress_tokens": [-1]}, "suppress_tokens must be numbers of tokens"),
+        ("beam", {"suppress_tokens": [-1]}, "greater than or equal to 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
