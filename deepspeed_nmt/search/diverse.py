@@ -39,8 +39,11 @@ class DiverseBeamConfig(BeamSettings):
     """Settings of diverse beam search."""
 
     name: Literal["diverse_beam"] = "diverse_beam"
-    groups: int | None = Field(
-        default=None, ge=1, le=10_000, description="groups of hypotheses (G), a divisor of the beam; null: the beam"
+    groups: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="groups of hypotheses (G), a divisor of the beam; 0: the beam",
     )
     diversity: float = Field(
         default=0.5, ge=0.0, le=1e6, description="cost of a token for each earlier group's hypothesis that has it"

@@ -39,8 +39,8 @@ class LeftToRightSettings(SearchConfig):
     max_length_extra: int = Field(
         default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
     )
-    max_length: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="longest translation in target tokens, EOS included"
+    max_length: int = Field(
+        default=0, ge=0, le=1_000_000, description="longest translation in target tokens, EOS included; 0: no bound"
     )
     min_length: int = Field(
         default=1, ge=1, le=1_000_000, description="shortest translation in target tokens, EOS included"
@@ -55,7 +55,7 @@ class LeftToRightSettings(SearchConfig):
 
     @model_validator(mode="after")
     def _check(self) -> LeftToRightSettings:
-        if self.max_length is not None and self.max_length < self.min_length:
+        if 0 < self.max_length < self.min_length:
             raise ValueError(
                 f"{option('min_length')} must be at most {option('max_length')}, which is {self.max_length}, but is "
                 f"{self.min_length}; change one of them"
@@ -80,7 +80,7 @@ def length_limits(
     limits = []
     for length, request in zip(lengths, requests, strict=True):
         limit = max(1, int(settings.max_length_ratio * length) + settings.max_length_extra)
-        if settings.max_length is not None:
+        if settings.max_length > 0:
             limit = min(limit, settings.max_length)
         needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
         limit = max(limit, settings.min_length, needed)
