@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -73,8 +73,6 @@ def _values(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return f"one of {', '.join(arguments)}" if len(arguments) > 1 else arguments[0]
-    if origin is Annotated:
-        return _values(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(_values(each) for each in arguments)
     if origin is not None and issubclass(origin, Mapping):

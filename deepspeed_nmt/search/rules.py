@@ -10,7 +10,7 @@ P length of the longest prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -18,11 +18,8 @@ from torch import Tensor
 
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
-from deepspeed_nmt.errors import option
+from deepspeed_nmt.errors import option, shown
 from deepspeed_nmt.search.base import Request
-
-TokenNumber = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
-"""Type of settings that are a token."""
 
 
 class LeftToRightSettings(SearchConfig):
@@ -49,7 +46,7 @@ class LeftToRightSettings(SearchConfig):
         default=0, ge=0, le=1_000, description="n: no n-gram of tokens occurs twice in a translation; 0: allowed"
     )
     suppress_unknown: bool = Field(default=False, description="never predict the unknown token")
-    suppress_tokens: tuple[TokenNumber, ...] = Field(
+    suppress_tokens: tuple[int, ...] = Field(
         default=(), max_length=100_000, description="numbers of tokens that are never predicted"
     )
 
@@ -59,6 +56,12 @@ class LeftToRightSettings(SearchConfig):
             raise ValueError(
                 f"{option('min_length')} must be at most {option('max_length')}, which is {self.max_length}, but is "
                 f"{self.min_length}; change one of them"
+            )
+        wrong = [token for token in self.suppress_tokens if not 0 <= token < MAX_VOCABULARY]
+        if wrong:
+            raise ValueError(
+                f"{option('suppress_tokens')} must be numbers of tokens, from 0 to {MAX_VOCABULARY - 1:,}, but has "
+                f"{shown(wrong[0])}; {option('suppress')} of `translate` takes text"
             )
         return self
 

@@ -286,7 +286,7 @@ def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
         ("sampling", {"top_p": 0.0}, "greater than 0"),
         ("sampling", {"temperature": 0.0}, "greater than or equal to 0.001"),
         ("mbr", {"utility": "ter"}, "'chrf' or 'bleu'"),
-        ("beam", {"suppress_tokens": [-1]}, "greater than or equal to 0"),
+        ("beam", {"suppress_tokens": [-1]}, "`suppress_tokens` must be numbers of tokens, from 0 to .*, but has -1"),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
