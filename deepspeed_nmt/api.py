@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +20,22 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.console import logger
-from deepspeed_nmt.core.model import TOP, DecodableModel, TranslationModel, exit_name
+from deepspeed_nmt.core.model import TOP, DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
+from deepspeed_nmt.run.arguments import Paths, check_type, checked_texts, made_plain, paths_of
 from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, cut_at, plain_form, suppressed
+from deepspeed_nmt.search.ensemble import Ensemble, members_of
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
+from deepspeed_nmt.search.requests import LineInputs
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, warn_of_form
-from deepspeed_nmt.search.translate import Translation, translate_lines
-from deepspeed_nmt.text import TextForm, warn_of_missing_rules
-
-Paths = str | Path | Sequence[str | Path]
-"""A run directory, or several."""
+from deepspeed_nmt.search.translate import Translation, Wanted, translate_lines
+from deepspeed_nmt.text import TextForm
 
 
 class Translator:
@@ -48,7 +49,9 @@ class Translator:
         max_source_tokens: default of :meth:`stream`.
         detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
         text: form of the text that the model was trained on; None if it is not known.
-        weights: hash of the weights of each model.
+        opened: runs of the model; None if it is of none.
+
+    Several threads can use a translator. Only one at a time uses the model.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Translator:
         max_source_tokens: int = MAX_SOURCE_TOKENS,
         detokenise: TextForm | None = None,
         text: TextForm | None = None,
-        weights: Sequence[str] = (),
+        opened: Opened | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -69,7 +72,8 @@ class Translator:
         self.max_source_tokens = max_source_tokens
         self.detokenise = detokenise
         self.text = TextForm() if text is None else text
-        self.weights = list(weights)
+        self._opened = opened
+        self._lock = threading.RLock()
 
     @classmethod
     def open(
@@ -83,6 +87,8 @@ class Translator:
         decoder_layers: int | None = None,
         detokenise: str | None = None,
         precision: str = "auto",
+        weights: Sequence[float] | None = None,
+        suppress: Sequence[str] | None = None,
         **search: Any,
     ) -> Translator:
         """Open a run, or an ensemble of runs.
@@ -97,8 +103,10 @@ class Translator:
             detokenise: language code of the translations, from which Moses' tokens are removed; "" for the language
                 that the run records; None to keep the form of the text that it was trained on.
             precision: auto, fp32, bf16, fp16 (GPUs) or int8 (CPUs). auto: 16 bit on a GPU, fp32 on a CPU.
+            weights: of the runs of an ensemble, positive numbers; None for equal ones.
+            suppress: tokens of the vocabulary that are never predicted, as text.
             search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
-                search.
+                search, for example ``name="sampling", seed=3, top_p=0.9``.
 
         Raises:
             ConfigError: if the runs cannot be opened or combined, an exit or a setting is unknown, there is no GPU
@@ -109,24 +117,52 @@ class Translator:
         if uses_cuda(device, option("device")):
             where = torch.device("cuda", torch.cuda.current_device())
             prepare_gpu(where)
-        _check_type("checkpoint", checkpoint, (str, Path), "best, last, average, or a path")
-        _check_type("exit", exit, (str, type(None)), "the name of an exit")
+        check_type("checkpoint", checkpoint, (str, Path), "best, last, average, or a path")
+        check_type("exit", exit, (str, type(None)), "the name of an exit")
         for name, layers in (("encoder_layers", encoder_layers), ("decoder_layers", decoder_layers)):
-            _check_type(name, layers, (int, type(None)), "a whole number")
+            check_type(name, layers, (int, type(None)), "a whole number")
         numbers = resolve_precision(precision, where)
-        _check_type("detokenise", detokenise, (str, type(None)), "a language code")
-        runs = [Run.open(path, option("run")) for path in _paths(run)]
-        _check_ensemble(runs)
-        text = None if detokenise is None else _form(runs[0], detokenise)
+        check_type("detokenise", detokenise, (str, type(None)), "a language code")
+        runs = [Run.open(path, option("run")) for path in paths_of(run)]
+        check_ensemble(runs, weights)
+        text = None if detokenise is None else plain_form(runs[0], detokenise)
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
+        if suppress is not None:
+            search["suppress_tokens"] = suppressed(runs[0].tokenizer, suppress)
         settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
-        loaded = [_model(each, str(checkpoint), exit, encoder_layers, decoder_layers) for each in runs]
-        models = [model for model, _ in loaded]
-        weights = [digest for _, digest in loaded]
-        model = models[0] if len(models) == 1 else Ensemble(models).eval()
+        models, digests, name = [], [], TOP
+        for each in runs:
+            whole, digest = each.loaded(str(checkpoint))
+            digests.append(digest)
+            name = chosen_exit(whole, exit, encoder_layers, decoder_layers)
+            models.append(cut_at(each, whole, name))
+        model = models[0] if len(models) == 1 else Ensemble(models, weights).eval()
         prepare_to_decode(model, where, numbers)
         longest = min(each.max_source_tokens for each in runs)
-        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, weights)
+        opened = Opened(tuple(runs), str(checkpoint), name, tuple(digests))
+        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, opened)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Hash of the weights of each model; none if the model is of no run."""
+        return () if self._opened is None else self._opened.digests
+
+    @property
+    def exits(self) -> list[str]:
+        """Names of the trained exits, the top last; the top alone if the model is of no run."""
+        return [TOP] if self._opened is None else self._opened.exits(members_of(self.model))
+
+    def at_exit(self, name: str) -> Translator:
+        """Return the translator that decodes from an exit. It shares the weights, and the lock of its threads.
+
+        Raises:
+            ConfigError: if the model has no exit of this name.
+        """
+        found = copy.copy(self)
+        found.model = self.model.at_exit(name)
+        if self._opened is not None:
+            found._opened = replace(self._opened, exit=name)
+        return found
 
     def translate(
         self,
@@ -135,6 +171,11 @@ class Translator:
         *,
         max_source_tokens: int | None = None,
         strict: bool = False,
+        prefix: Iterable[str] | None = None,
+        constraints: Iterable[Sequence[str]] | None = None,
+        token_scores: bool = False,
+        alignment: bool = False,
+        alignment_layer: int | None = None,
     ) -> list[Translation]:
         """Return the best translation of each sentence.
 
@@ -143,12 +184,27 @@ class Translator:
             max_tokens: batch size: sentences x longest source.
             max_source_tokens: see :meth:`stream`.
             strict: see :meth:`stream`.
+            prefix: see :meth:`stream`.
+            constraints: see :meth:`stream`.
+            token_scores: see :meth:`stream`.
+            alignment: see :meth:`stream`.
+            alignment_layer: see :meth:`stream`.
 
         Raises:
             ConfigError: if a number is out of range, or ``sentences`` is something else.
-            DataError: if a sentence is too long, and ``strict`` is True.
+            DataError: if a sentence is too long, and ``strict`` is True; or as :meth:`stream`.
         """
-        found = self.stream(sentences, max_tokens=max_tokens, max_source_tokens=max_source_tokens, strict=strict)
+        found = self.stream(
+            sentences,
+            max_tokens=max_tokens,
+            max_source_tokens=max_source_tokens,
+            strict=strict,
+            prefix=prefix,
+            constraints=constraints,
+            token_scores=token_scores,
+            alignment=alignment,
+            alignment_layer=alignment_layer,
+        )
         return [best[0] for best in found]
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
@@ -164,7 +220,7 @@ class Translator:
         """
         longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
         reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
-        for sentence in _checked(sentences):
+        for sentence in checked_texts(sentences):
             reader.encode(sentence)
 
     def stream(
@@ -178,7 +234,12 @@ class Translator:
         max_source_tokens: int | None = None,
         strict: bool = False,
         counts: SourceCounts | None = None,
-        before: int = 0,
+        prefix: Iterable[str] | None = None,
+        constraints: Iterable[Sequence[str]] | None = None,
+        first_line: int = 0,
+        token_scores: bool = False,
+        alignment: bool = False,
+        alignment_layer: int | None = None,
     ) -> Iterator[list[Translation]]:
         """Yield the ``nbest`` best translations of each sentence, best first, in bounded memory.
 
@@ -193,13 +254,22 @@ class Translator:
             strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
             counts: record of what there is to warn of, for a piece of a text whose warnings are made for the whole
                 text. None to log warnings.
-            before: number of sentences of the text before these.
+            prefix: text with which each translation begins, in the form of the text that the run was trained on; ""
+                for any.
+            constraints: phrases, in that form, that each translation contains, for ``name="constrained_beam"``.
+            first_line: number of the first sentence in its text, from 0. Samples of a sentence depend on its number.
+            token_scores: True to return the log-probability of each token.
+            alignment: True to return links of words, from the cross-attention of the decoder layer that aligns best
+                on the run's validation text.
+            alignment_layer: another decoder layer, counted from 1, for ``alignment``.
 
         Raises:
-            ConfigError: if a number is out of range, or ``sentences`` is something else.
-            DataError: if a sentence is too long, and ``strict`` is True.
+            ConfigError: if a number is out of range, ``sentences`` is something else, or the search does not respect
+                an option.
+            DataError: if a sentence is too long, and ``strict`` is True; or if there are more or fewer lines of
+                ``prefix`` or ``constraints`` than sentences, after those that have one are translated.
         """
-        lines = _checked(sentences)
+        lines = checked_texts(sentences)
         found = translate_lines(
             self.model,
             self.tokenizer,
@@ -213,9 +283,41 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
             counts=counts,
-            before=before,
+            inputs=LineInputs(None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line),
+            wanted=self._wanted(token_scores, alignment, alignment_layer),
+            lock=self._lock,
         )
-        return found if self.detokenise is None else _detokenised(found, self.detokenise)
+        return found if self.detokenise is None else made_plain(found, self.detokenise)
+
+    def _wanted(self, token_scores: bool, alignment: bool, layer: int | None) -> Wanted:
+        """Return what a translation returns beside the text.
+
+        Raises:
+            ConfigError: if the run cannot return it.
+        """
+        if layer is not None and not alignment:
+            raise ConfigError(
+                f"{option('alignment_layer')} is for {option('alignment')}, which is missing; give both"
+            )
+        if (token_scores or alignment) and not self.search.left_to_right:
+            name = option("alignment" if alignment else "token_scores")
+            raise ConfigError(
+                f"{name} needs a run that translates from left to right, but this one predicts masked tokens; leave "
+                "it out, or use another run"
+            )
+        if alignment and self.detokenise is not None:
+            raise ConfigError(
+                f"{option('alignment')} links the words that the model writes, which {option('detokenise')} changes; "
+                "leave out one of them"
+            )
+        if not alignment:
+            return Wanted(token_scores)
+        members = members_of(self.model)
+        opened = self._opened or Opened((), "", TOP)
+        if self._opened is None and layer is None:
+            raise ConfigError(f"{option('alignment_layer')} is required for a model of no run, but missing")
+        with self._lock:
+            return Wanted(token_scores, opened.alignment_layers(members, layer))
 
     def score(
         self,
@@ -227,6 +329,7 @@ class Translator:
         advance: Callable[[int], object] = lambda more: None,
         max_source_tokens: int | None = None,
         strict: bool = False,
+        warn: bool = True,
     ) -> Iterator[ScoredTranslation]:
         """Yield the log-probability (nats) of each token of given translations, by forced decoding.
 
@@ -241,11 +344,12 @@ class Translator:
             advance: callback for progress; its argument is the number of pairs finished since the last call.
             max_source_tokens: see :meth:`stream`.
             strict: see :meth:`stream`.
+            warn: False to log no warnings of lines, for text that is scored again.
 
         Raises:
             ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.
-            DataError: if there are more sources than translations or fewer, a translation is longer than the model
-                can read, or a source is too long and ``strict`` is True.
+            DataError: if there are more sources than translations or fewer, after all pairs; if a translation is
+                longer than the model can read, or a source is too long and ``strict`` is True.
         """
         if not self.search.left_to_right:
             raise ConfigError(
@@ -255,132 +359,14 @@ class Translator:
         return score_lines(
             self.model,
             self.tokenizer,
-            _checked(sources, "sources"),
-            _checked(translations, "translations"),
+            checked_texts(sources, "sources"),
+            checked_texts(translations, "translations"),
             max_tokens=max_tokens,
             buffer_lines=buffer_lines,
             device=self.device,
             advance=advance,
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
+            warn=warn,
+            lock=self._lock,
         )
-
-
-def _form(run: Run, language: str) -> TextForm:
-    """Return the form of the text that a run writes, to make it plain.
-
-    Args:
-        run: the run.
-        language: language code given by the user; "" to take that of the run.
-
-    Raises:
-        ConfigError: if the text cannot be made plain.
-    """
-    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
-    if text.form == "unknown":
-        raise ConfigError(
-            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
-            "version; if its text was tokenised by Moses, give the language, for example de"
-        )
-    text.convert("plain", [])  # reports problems before anything is translated
-    if language:
-        warn_of_missing_rules(language, option("detokenise"))
-    if not text.how("plain"):
-        logger.warning(
-            "%s changes nothing, because %s was trained on plain text; leave it out", option("detokenise"), run.path
-        )
-    return text
-
-
-def _detokenised(found: Iterable[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
-    """Yield translations with plain text."""
-    for best in found:
-        lines = text.convert("plain", [each.text for each in best])
-        yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
-
-
-def _check_type(name: str, value: object, types: tuple[type, ...], requirement: str) -> None:
-    """Check the type of an argument.
-
-    Raises:
-        ConfigError: if the value is of none of the types.
-    """
-    if not isinstance(value, types):
-        raise ConfigError(f"{option(name)} must be {requirement}, but is {shown(value)}")
-
-
-def _paths(run: Paths) -> list[Path]:
-    """Return the run directories that the user gave.
-
-    Raises:
-        ConfigError: if one is no path.
-    """
-    several = [run] if isinstance(run, (str, Path)) or not isinstance(run, Iterable) else list(run)
-    for each in several:
-        _check_type("run", each, (str, Path), "a run directory or several")
-    return [Path(each) for each in several]
-
-
-def _checked(sentences: Iterable[str], name: str = "sentences") -> Iterator[str]:
-    """Return an iterator over sentences that refuses everything else; it reads on demand.
-
-    Args:
-        sentences: to check.
-        name: of the argument, for messages.
-
-    Raises:
-        ConfigError: if they are one string, or no iterable. The iterator raises it for what is no string.
-    """
-    if isinstance(sentences, (str, bytes)):
-        raise ConfigError(f"`{name}` must be a list of sentences, but is one string; put it into a list: [sentence]")
-    _check_type(name, sentences, (Iterable,), "a list of sentences")
-
-    def text(sentence: str) -> str:
-        _check_type(name, sentence, (str,), "a list of strings")
-        return sentence
-
-    return map(text, sentences)
-
-
-def _check_ensemble(runs: Sequence[Run]) -> None:
-    """Check that runs can be combined.
-
-    Raises:
-        ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens.
-    """
-    if not runs:
-        raise ConfigError("`run` must be a run directory or several, but is empty")
-    if len({run.tokenizer.digest for run in runs}) > 1:
-        raise ConfigError(
-            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
-        )
-    masked = [run.path for run in runs if not run.config.model.left_to_right]
-    if masked and len(runs) > 1:
-        raise ConfigError(
-            f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
-            "tokens; give it alone"
-        )
-
-
-def _model(
-    run: Run, checkpoint: str, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
-) -> tuple[TranslationModel, str]:
-    """Return a run's model, cut at an exit, and the hash of its weights.
-
-    A side without a number of layers keeps all of them.
-
-    Raises:
-        ConfigError: if the run has no such exit.
-    """
-    model, digest = run.loaded(checkpoint)
-    name = exit or TOP
-    if encoder_layers is not None or decoder_layers is not None:
-        counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
-        name = exit_name(*(whole if count is None else count for count, whole in counts))
-    try:
-        cut = model.at_exit(name)
-    except ConfigError as error:
-        raise ConfigError(f"{run.path}: {error}") from error
-    if not run.trained_at(name, model.stages):
-        logger.warning("%s was not trained at exit %s; expect bad translations", run.path, name)
-    return cut, digest

@@ -8,6 +8,7 @@ library.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -38,6 +39,7 @@ class Purpose(IntEnum):
     TARGET_REPLACEMENT = 12
     SOURCE_SPAN = 13
     SOURCE_REPLACEMENT = 14
+    SAMPLING = 15
 
 
 def _mix(value: int) -> int:
@@ -95,6 +97,19 @@ def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:
     positions = torch.arange(count, device=numbers_B.device)
     keys_BN = _mix_tensor(base_B.unsqueeze(1) + golden + positions)
     return _shifted(keys_BN, 11).double() * 2.0**-53
+
+
+def key_tensor(values: Iterable[int], device: torch.device | str | None = None) -> Tensor:
+    """Return keys as a tensor, for :func:`uniform_after`. Shape: -> int64 (N,)."""
+    return torch.tensor([_signed(value) for value in values], dtype=torch.long, device=device)
+
+
+def uniform_after(keys_N: Tensor, part: int) -> Tensor:
+    """Return ``uniform(*parts, part)`` for each ``key(*parts)``, on the device of the keys.
+
+    Shape: int64 (N,) -> fp64 (N,)
+    """
+    return _shifted(_mix_tensor(keys_N + _signed((_GOLDEN + part) & _MASK)), 11).double() * 2.0**-53
 
 
 def _signed(value: int) -> int:

@@ -34,7 +34,8 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
     Raises:
         UserError: if CTranslate2 does not have what the options ask for, or a file cannot be opened.
     """
-    from deepspeed_nmt.commands.translate_stream import checked_target, refuse_source_as_output, translate_stream
+    from deepspeed_nmt.commands.translate_stream import translate_stream
+    from deepspeed_nmt.commands.translate_texts import target_of, texts_beside
     from deepspeed_nmt.files import open_text
 
     if arguments.precision not in ("auto", "fp32", "int8"):
@@ -47,9 +48,13 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             "--runtime ctranslate2 translates in one process, but several are to start; leave out --workers or the "
             "launcher, and set OMP_NUM_THREADS for more threads"
         )
-    target = checked_target(arguments)
-    with open_text(arguments.input) as source:
-        refuse_source_as_output(target, source)
+    torch_only = ("prefix", "constraints", "alignment", "alignment_layer", "weights", "suppress")
+    given = [name for name in torch_only if getattr(arguments, name) is not None]
+    if given or arguments.token_scores:
+        name = (given[0] if given else "token_scores").replace("_", "-")
+        raise ConfigError(f"--{name} is not for --runtime ctranslate2; leave out one of them")
+    target_of(arguments.output, "--output")
+    with open_text(arguments.input) as source, texts_beside(arguments, source):
         translator = _open_exported(
             arguments.run,
             precision="int8" if arguments.precision == "int8" else "fp32",
@@ -59,10 +64,10 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             encoder_layers=arguments.encoder_layers,
             decoder_layers=arguments.decoder_layers,
             detokenise=arguments.detokenise,
-            name=arguments.rerank,
-            **search,
+            rerank=arguments.rerank,
+            **{key: value for key, value in search.items() if key != "suppress"},
         )
-        translate_stream(translator, arguments, source, target, None, 4096)
+        translate_stream(translator, arguments, source, {})
     return 0
 
 
@@ -76,6 +81,7 @@ def _open_exported(
     encoder_layers: int | None,
     decoder_layers: int | None,
     detokenise: str | None,
+    rerank: str | None,
     name: str | None,
     **changes: Any,
 ) -> StreamTranslator:
@@ -88,8 +94,10 @@ def _open_exported(
 
     if len(runs) > 1:
         raise ConfigError(f"--runtime ctranslate2 takes one --run, but {len(runs)} are given; give one")
-    if name is not None:
+    if rerank is not None:
         raise ConfigError("--runtime ctranslate2 decodes with one net, --rerank with two; give one of them")
+    if name not in (None, "beam"):
+        raise ConfigError(f"--runtime ctranslate2 decodes by beam search, but --search is {name}; give one of them")
     if (encoder_layers is None) != (decoder_layers is None):
         raise ConfigError(
             "--runtime ctranslate2 needs both --encoder-layers and --decoder-layers, or --exit N-M; give the other"

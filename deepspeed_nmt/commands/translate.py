@@ -11,11 +11,20 @@ list is `line ||| translation ||| features ||| score`, with lines counted from 0
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands import runtime_options
+from deepspeed_nmt.commands.translate_options import (
+    add_search_arguments,
+    check_exits,
+    search_arguments,
+    weights_of,
+)
+from deepspeed_nmt.commands.translate_stream import translate_stream
+from deepspeed_nmt.commands.translate_texts import target_of, texts_beside
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,24 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
     )
+    parser.add_argument(
+        "--weights", metavar="W,W", help="weights of the runs of an ensemble, for example 0.7,0.3 (default: equal)"
+    )
     parser.add_argument("--input", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument("--output", required=True, metavar="F", help="file for translations; - is standard output")
-    parser.add_argument("--beam", type=int, metavar="K", help="beam size (default: search.beam of the run)")
-    parser.add_argument(
-        "--length-penalty",
-        metavar="P",
-        help="gnmt:A, power:A, mean or none (default: search.length_penalty of the run)",
-    )
-    parser.add_argument(
-        "--iterations", type=int, metavar="T", help="mask-predict: iterations (default: search.iterations of the run)"
-    )
-    parser.add_argument(
-        "--length-beam", type=int, metavar="L",
-        help="mask-predict: candidate lengths (default: search.length_beam of the run)",
-    )  # fmt: skip
     parser.add_argument(
         "--nbest", type=int, default=1, metavar="N",
         help="translations of each sentence; if above 1, as n-best lists in Moses' format (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--token-scores", action="store_true",
+        help="write n-best lists, also of one translation, with the log-probability of each token",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alignment", metavar="F",
+        help="file for links of words in Pharaoh's format, a line for each translation",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alignment-layer", type=int, metavar="N",
+        help="decoder layer whose cross-attention aligns (default: the best on the run's validation text)",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N",
@@ -70,17 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exit", metavar="E", help="exit to decode from: shallow, deep (depth growing), or N-M (default: the top)"
     )
     parser.add_argument(
-        "--rerank", choices=("deep-shallow",), help="depth growing: rerank the candidates of both nets by both nets"
-    )
-    parser.add_argument(
-        "--alpha", type=float, metavar="A",
-        help="deep-shallow: weight of the net that proposed a candidate (default: search.alpha of the run, or 0.5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--exponent", type=float, metavar="E",
-        help="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or 0.4)",
-    )  # fmt: skip
-    parser.add_argument(
         "--detokenise", nargs="?", const="", metavar="L",
         help="write plain text: undo Moses' tokenizer by the rules of language L (default: that of the run's data)",
     )  # fmt: skip
@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=1, metavar="N",
         help="processes on this host's CPU that translate pieces of the file (default: %(default)s)",
     )  # fmt: skip
+    add_search_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,39 +106,42 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    from deepspeed_nmt.commands.translate_stream import checked_target, translate_stream
+    if arguments.max_source_tokens is not None and arguments.max_source_tokens < 1:
+        raise ConfigError(f"--max-source-tokens must be at least 1, but is {arguments.max_source_tokens}")
+    check_exits(arguments)
+    search = search_arguments(arguments)
+    if arguments.runtime == "ctranslate2":
+        return runtime_options.translate(arguments, search)
+    from deepspeed_nmt.commands import translate_pieces as pieces
     from deepspeed_nmt.files import open_text
     from deepspeed_nmt.parallel.launched import once_per_host
 
-    if arguments.runtime == "ctranslate2":
-        _check(arguments)
-        return runtime_options.translate(arguments, {name: getattr(arguments, name) for name in _SEARCH_OPTIONS})
-    from deepspeed_nmt.commands import translate_files as files
-
     with once_per_host(), ExitStack() as opened:
-        _check(arguments)
-        target = checked_target(arguments)
+        for option in ("output", "alignment"):
+            target_of(getattr(arguments, option) or "-", f"--{option}")
         source = opened.enter_context(open_text(arguments.input))
-        layout = files.layout(arguments, source, target)
+        beside = opened.enter_context(texts_beside(arguments, source))
+        layout = pieces.layout(arguments, source)
         if arguments.workers == 1:
-            files.take_device(arguments)
-            with files.warned_once():
-                translator = _translator(arguments)
+            pieces.take_device(arguments)
+            with pieces.warned_once():
+                translator = _translator(arguments, search)
         opening = opened.pop_all()
     with opening:
         if arguments.workers > 1:
-            return files.translate_by_workers(arguments)
+            return pieces.translate_by_workers(arguments)
         if layout.in_pieces:
-            return files.translate(translator, arguments, source, layout)
-        translate_stream(translator, arguments, source, target, layout.lines, layout.piece_lines)
+            return pieces.translate(translator, arguments, source, layout)
+        wanted = {
+            "token_scores": arguments.token_scores,
+            "alignment": arguments.alignment is not None,
+            "alignment_layer": arguments.alignment_layer,
+        }
+        translate_stream(translator, arguments, source, {**beside, **wanted}, layout.lines, layout.piece_lines)
     return 0
 
 
-_SEARCH_OPTIONS = ("beam", "length_penalty", "alpha", "exponent", "iterations", "length_beam")
-"""Options that override settings of the search."""
-
-
-def _translator(arguments: argparse.Namespace) -> Translator:
+def _translator(arguments: argparse.Namespace, search: Mapping[str, Any]) -> Translator:
     """Open the run.
 
     Raises:
@@ -154,29 +158,6 @@ def _translator(arguments: argparse.Namespace) -> Translator:
         decoder_layers=arguments.decoder_layers,
         detokenise=arguments.detokenise,
         precision=arguments.precision,
-        name=arguments.rerank and arguments.rerank.replace("-", "_"),
-        **{option: getattr(arguments, option) for option in _SEARCH_OPTIONS},
+        weights=weights_of(arguments),
+        **search,
     )
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Check that the options do not contradict each other.
-
-    Raises:
-        ConfigError: if they do, naming them.
-    """
-    if arguments.max_source_tokens is not None and arguments.max_source_tokens < 1:
-        raise ConfigError(f"--max-source-tokens must be at least 1, but is {arguments.max_source_tokens}")
-    layers = arguments.encoder_layers is not None or arguments.decoder_layers is not None
-    if layers and arguments.exit is not None:
-        raise ConfigError("--exit and --encoder-layers or --decoder-layers both choose an exit; give one of them")
-    if arguments.rerank is None:
-        return
-    if layers or arguments.exit is not None:
-        option = "--exit" if arguments.exit is not None else "--encoder-layers or --decoder-layers"
-        raise ConfigError(f"--rerank {arguments.rerank} decodes from two exits, {option} from one; give one of them")
-    if len(arguments.run) > 1:
-        raise ConfigError(
-            f"--rerank {arguments.rerank} takes one --run, but {len(arguments.run)} are given; leave out --rerank to "
-            "decode with an ensemble, or give one"
-        )

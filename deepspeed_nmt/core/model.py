@@ -16,6 +16,7 @@ from typing_extensions import override
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.plain import NotPlainError, PlainTransformer
 from deepspeed_nmt.kernels.segments import Segments, mask_between
+from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
@@ -220,12 +221,22 @@ class TranslationModel(DecodableModel):
             By the layer's number, counted from 1: the connections around its self-attention, cross-attention and
             feed-forward network.
         """
-        layers = [module for module in self.modules() if isinstance(module, CrossAttending)]
         return {
             number: (layer.self_residual, layer.cross_residual, layer.feed_forward_residual)
-            for number, layer in enumerate(layers, 1)
+            for number, layer in self._crossing_layers()
             if layer.cross_residual is not None
         }
+
+    def cross_attentions(self) -> dict[int, MultiHeadAttention]:
+        """Return the cross-attention of each decoder layer that has one, by the layer's number, counted from 1."""
+        return {
+            number: layer.cross_attention
+            for number, layer in self._crossing_layers()
+            if layer.cross_attention is not None
+        }
+
+    def _crossing_layers(self) -> Iterator[tuple[int, CrossAttending]]:
+        return enumerate((module for module in self.modules() if isinstance(module, CrossAttending)), 1)
 
     def source_mask(
         self, source_BS: Tensor, padded: bool, segments: Segments | None = None

@@ -218,10 +218,13 @@ class SearchConfig(PartConfig):
         width_setting: setting that bounds the number of translations per sentence and list; None if there is only
             one translation.
         lists: number of lists of translations of a sentence.
+        takes: fields of :class:`~deepspeed_nmt.search.base.Request` that the search respects; if there are any, it
+            takes a request for each sentence.
     """
 
     name: str
     left_to_right: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset()
     needs_exits: ClassVar[tuple[str, ...]] = ()
     width_setting: ClassVar[str | None] = None
     lists: ClassVar[int] = 1

@@ -135,6 +135,15 @@ class BertTokenizer(Tokenizer):
         begin = self.vocabulary.source.bos
         return [[begin, *each] if each else [] for each in tokens]
 
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
+        return [self._sides[side].id_to_token(int(token)) or UNKNOWN_TEXT for token in tokens]
+
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        """Return the number of a token; see :meth:`Tokenizer.number`."""
+        number: int | None = self._sides[side].token_to_id(piece)
+        return number
+
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
         """Decode tokens; see :meth:`Tokenizer.decode`."""
         vocabulary = self.vocabulary.source if side == "source" else self.vocabulary
@@ -144,8 +153,8 @@ class BertTokenizer(Tokenizer):
         pieces = [UNKNOWN_TEXT if each == vocabulary.unk else str(token_of(each)) for each in numbers]
         return self._joined(pieces, side)
 
-    def pieces(self, side: Side) -> list[str]:
-        """Return the text of each token; see :meth:`Tokenizer.pieces`."""
+    def all_pieces(self, side: Side) -> list[str]:
+        """Return the text of each token; see :meth:`Tokenizer.all_pieces`."""
         each = self._sides[side]
         return [str(each.id_to_token(number)) for number in range(each.get_vocab_size())]
 

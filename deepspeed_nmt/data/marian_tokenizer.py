@@ -131,7 +131,15 @@ class MarianTokenizer(Tokenizer):
         return text
 
     @override
-    def pieces(self, side: Side) -> list[str]:
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        return [self._pieces[side][int(token)] for token in tokens]
+
+    @override
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        return self._numbers[side].get(piece)
+
+    @override
+    def all_pieces(self, side: Side) -> list[str]:
         return list(self._pieces[side])
 
     @override

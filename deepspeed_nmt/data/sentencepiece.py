@@ -115,8 +115,8 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode(numbers)
         return text
 
-    def pieces(self, side: Side = "target") -> list[str]:
-        """Return the text of each token; see :meth:`Tokenizer.pieces`."""
+    def all_pieces(self, side: Side = "target") -> list[str]:
+        """Return the text of each token; see :meth:`Tokenizer.all_pieces`."""
         if self.segmented:
             special = [self._processor.id_to_piece(number) for number in range(UNK + 1)]
             return [*special, *self._words[UNK + 1 :]]
@@ -125,6 +125,19 @@ class SentencePieceTokenizer(Tokenizer):
     def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
         """Return the model twice; None for segmented text, which no model segments."""
         return None if self.segmented else (self.model, self.model)
+
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        """Return tokens as the vocabulary spells them; see :meth:`Tokenizer.pieces`."""
+        if self.segmented:
+            return [self._words[int(token)] for token in tokens]
+        return [self._processor.id_to_piece(int(token)) for token in tokens]
+
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        """Return the number of a token; see :meth:`Tokenizer.number`."""
+        if self.segmented:
+            return self._numbers.get(piece)
+        number = int(self._processor.piece_to_id(piece))
+        return None if number == UNK else number
 
     def reference(self, text: str) -> str:
         """Remove the ``@@ `` marks of segmented text; raw text stays as it is."""

@@ -68,6 +68,14 @@ class Tokenizer(ABC):
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
         """Decode tokens of one side: special ones are dropped, unknown ones become :data:`UNKNOWN_TEXT`."""
 
+    @abstractmethod
+    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
+        """Return tokens of one side as the vocabulary spells them, each by itself."""
+
+    @abstractmethod
+    def number(self, piece: str, side: Side = "target") -> int | None:
+        """Return the number of a token that the vocabulary spells as ``piece``; None if there is none."""
+
     def matches_bert(self, tokenizer_json: str, special: Mapping[str, int], side: Side) -> bool:
         """Return True if a side's tokens are those of a BERT's tokenizer.
 
@@ -79,7 +87,7 @@ class Tokenizer(ABC):
         return False
 
     @abstractmethod
-    def pieces(self, side: Side) -> list[str]:
+    def all_pieces(self, side: Side) -> list[str]:
         """Return the text of each token of one side, special ones included, by number; all texts differ."""
 
     def sentencepiece_models(self) -> tuple[bytes, bytes] | None:

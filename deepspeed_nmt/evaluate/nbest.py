@@ -5,7 +5,8 @@ One candidate a line, those of a source line adjacent and best first, in four fi
     0 ||| Der Hund schläft . ||| deep= -0.412 shallow= -0.463 by_deep= 1 by_shallow= 0 tokens= 5 ||| -0.871
 
 They are the number of the source line from 0, the text, features by name, and the score by which candidates are
-ranked. Numbers have nine significant digits, which identify a number of fp32.
+ranked. Numbers have nine significant digits, which identify a number of fp32. The feature ``token_log_probs`` has as
+many values as the candidate has tokens, and one for EOS.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from deepspeed_nmt.errors import DataError, shown
 from deepspeed_nmt.files import open_text, shown_name, text_lines
 
 _BAR = " ||| "
+_TOKENS = "token_log_probs="
+"""Name of the feature of several values, the last one."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,21 @@ class Candidate:
         text: the translation.
         features: numbers by name.
         score: number by which candidates are ranked; the higher the better.
+        token_log_probs: log-probability of each token and of EOS; none if they are not known.
     """
 
     line: int
     text: str
     features: Mapping[str, float]
     score: float
+    token_log_probs: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         """Return the candidate as a line of a file, without line feed."""
-        features = " ".join(f"{name}= {value:.9g}" for name, value in self.features.items())
-        return _BAR.join((str(self.line), self.text, features, f"{self.score:.9g}"))
+        features = [f"{name}= {value:.9g}" for name, value in self.features.items()]
+        if self.token_log_probs:
+            features.append(" ".join([_TOKENS, *(f"{value:.9g}" for value in self.token_log_probs)]))
+        return _BAR.join((str(self.line), self.text, " ".join(features), f"{self.score:.9g}"))
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
@@ -50,12 +57,13 @@ class Candidate:
         """
         line, rest = text.split(_BAR, 1)
         translation, features, score = rest.rsplit(_BAR, 2)
+        features, _, token_values = features.partition(_TOKENS)
         words = features.split()
         names, values = words[::2], words[1::2]
         if not all(name.endswith("=") for name in names):
             raise ValueError("features must be pairs of name= and value")
         pairs = {name.removesuffix("="): float(value) for name, value in zip(names, values, strict=True)}
-        return cls(int(line), translation, pairs, float(score))
+        return cls(int(line), translation, pairs, float(score), tuple(map(float, token_values.split())))
 
 
 def read_nbest(name: str) -> list[list[Candidate]]:

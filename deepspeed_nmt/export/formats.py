@@ -59,7 +59,7 @@ class Subject:
     @property
     def pieces(self) -> tuple[list[str], list[str]]:
         """Text of each token of source and target."""
-        return self.tokenizer.pieces("source"), self.tokenizer.pieces("target")
+        return self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
 
 
 class Program(Protocol):

@@ -25,8 +25,8 @@ class _Traced(BeamSearch):
     smallest = math.inf
 
     @override
-    def _extend(self, live, logits_RV, closing):  # type: ignore[no-untyped-def]
-        extensions = super()._extend(live, logits_RV, closing)
+    def _extend(self, live, logits_RV, closing, forbid=None):  # type: ignore[no-untyped-def]
+        extensions = super()._extend(live, logits_RV, closing, forbid)
         if not any(closing):
             beam = self.config.beam
             log_probs, ends = extensions.log_prob_BC[0], extensions.is_eos_BC[0]

@@ -144,7 +144,7 @@ class ExportedTranslator:
         self._tokenizer: Tokenizer = open_tokenizer(place)
         self._settings = _changed(self._info.search, changes)
         self._plain = None if detokenise is None else _form(self._info.text_form, detokenise)
-        pieces = self._tokenizer.pieces("source"), self._tokenizer.pieces("target")
+        pieces = self._tokenizer.all_pieces("source"), self._tokenizer.all_pieces("target")
         info, vocabulary = self._info, self._tokenizer.vocabulary
         self._search = CTranslate2Search(place, vocabulary, pieces, info.longest, info.precision, device)
 

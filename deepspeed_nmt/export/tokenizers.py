@@ -25,13 +25,13 @@ def write_marian_tokenizer(directory: Path, tokenizer: Tokenizer, longest: int) 
     for side, name in zip(SIDES, ("vocab.json", "target_vocab.json"), strict=True):
         if side == "target" and tokenizer.vocabulary.own_source is None:
             continue
-        numbers = {piece: number for number, piece in enumerate(tokenizer.pieces(side))}
+        numbers = {piece: number for number, piece in enumerate(tokenizer.all_pieces(side))}
         _write(directory / name, numbers)
     models = tokenizer.sentencepiece_models()
     if models is None:
         return
     special = tokenizer.vocabulary
-    pieces = tokenizer.pieces("target")
+    pieces = tokenizer.all_pieces("target")
     for name, model in zip(("source.spm", "target.spm"), models, strict=True):
         (directory / name).write_bytes(model)
     config = {

@@ -59,6 +59,7 @@ from deepspeed_nmt.methods.bert import parts
 from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair
 from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.methods.masked_tokens import LENGTH, MaskedTokensConfig, mask_token
+from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.feedforward import FeedForward
@@ -165,7 +166,7 @@ class AdaptedDecoderLayer(CrossAttending):
         super().__init__()
         shape, norm = config.target, config.adapter_norm
         self.layer = parts.bert_layer(shape, config)
-        self.cross_attention = parts.attention(shape, config, config.cross_heads)
+        self.cross_attention: MultiHeadAttention = parts.attention(shape, config, config.cross_heads)
         self.cross_residual: Residual = parts.residual(shape, config, norm)
         self.adapter = FeedForward(shape.dim, config.adapter_dim)
         self.adapter_residual = parts.residual(shape, config, norm)

@@ -62,6 +62,7 @@ from deepspeed_nmt.methods.bert import parts
 from deepspeed_nmt.methods.bert.config import SMALL_BERT, BertPair, BertShape
 from deepspeed_nmt.methods.bert.weights import Loader
 from deepspeed_nmt.methods.transformer import Transformer
+from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.nn.cache import LayerCache
 from deepspeed_nmt.nn.embedding import LearnedEmbedding, PredictionTransform
 from deepspeed_nmt.nn.layers import (
@@ -177,7 +178,7 @@ class Encoding(CrossAttending):
         self.self_residual: Residual = parts.residual(shape, pair)
         self.feed_forward = parts.feed_forward(shape)
         self.feed_forward_residual: Residual = parts.residual(shape, pair)
-        self.cross_attention = parts.attention(shape, pair)
+        self.cross_attention: MultiHeadAttention = parts.attention(shape, pair)
         self.cross_residual: Residual = parts.residual(shape, pair)
         self.fusion = parts.feed_forward(shape)
         self.fusion_residual = parts.residual(shape, pair)
@@ -259,7 +260,7 @@ class CoordinatorLayer(CrossAttending):
 
     def __init__(self, shape: BertShape, pair: BertPair) -> None:
         super().__init__()
-        self.cross_attention = parts.attention(shape, pair)
+        self.cross_attention: MultiHeadAttention = parts.attention(shape, pair)
         self.cross_residual: Residual = parts.residual(shape, pair)
         self.feed_forward = parts.feed_forward(shape)
         self.feed_forward_residual: Residual = parts.residual(shape, pair)

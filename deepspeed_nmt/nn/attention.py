@@ -5,6 +5,9 @@ Legend: B sentences, T queries, S keys, D model width, H heads, K head width, R 
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.segments import Mask
@@ -104,6 +107,23 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         query = self.q_proj(query_RTD).reshape(sentences, rows // sentences * length, -1)
         out: Tensor = self.out_proj(self._attend(query, memory, mask, False).reshape(rows, length, -1), then)
         return out
+
+    def weights(self, query_BTD: Tensor, memory: Tensor | KeysValues, mask: Mask = None) -> Tensor:
+        """Compute the attention weights of whole sentences in the padded layout, as the mean of the heads.
+
+        Args:
+            query_BTD: states that attend.
+            memory: states to attend to, (B,S,D), or what :meth:`project` returned for them.
+            mask: bool (B,1,1,S), True for keys that are not padding; None when all are seen.
+
+        Shape: (B,T,D), (B,S,D) -> fp32 (B,T,S)
+        """
+        keys_BHSK = (memory if isinstance(memory, KeysValues) else self.keys_values(memory)).keys
+        query_BHTK = self._split(self.q_proj(query_BTD))
+        scores_BHTS = torch.matmul(query_BHTK, keys_BHSK.transpose(2, 3)).float() / math.sqrt(self.head_dim)
+        if isinstance(mask, Tensor):
+            scores_BHTS = scores_BHTS.masked_fill(~mask, -torch.inf)
+        return scores_BHTS.softmax(dim=3).mean(dim=1)
 
     def _project_self(self, x_BTD: Tensor) -> tuple[Tensor, KeysValues]:
         """Project states that attend to each other to queries, keys and values.

@@ -183,11 +183,13 @@ class CrossAttending(nn.Module):
     """A decoder layer whose sub-layers' updates of the state can be observed.
 
     Attributes:
+        cross_attention: its cross-attention; None without such.
         self_residual: the connection around self-attention; None without such.
         cross_residual: the connection around cross-attention; None without such.
         feed_forward_residual: the connection around the feed-forward network; None without such.
     """
 
+    cross_attention: MultiHeadAttention | None
     self_residual: Residual | None
     cross_residual: Residual | None
     feed_forward_residual: Residual | None

@@ -41,7 +41,7 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
         search = kind.model_validate({key: value for key, value in settings.items() if key in kind.model_fields})
     except ValidationError as error:
         raise ConfigError(
-            [problem_of(problem, option(str(problem["loc"][0]))) for problem in error.errors()]
+            [problem_of(each, option(str(each["loc"][0])) if each["loc"] else "") for each in error.errors()]
         ) from error
     assert isinstance(search, SearchConfig)
     if not set(search.needs_exits) <= set(run.config.model.named_exits):
@@ -49,6 +49,9 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
             f"search.name={search.name} needs a run whose model has the exits {' and '.join(search.needs_exits)}, "
             f"but {run.path} has model.name={run.config.model.name}"
         )
+    parts = run.config.parts
+    if wrong := set(replace(parts, search=search).contradictions()) - set(parts.contradictions()):
+        raise ConfigError(sorted(wrong))
     return search
 
 

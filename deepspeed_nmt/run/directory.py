@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json
+metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.metrics import METRICS_FILE
 from deepspeed_nmt.train.store import CheckpointStore
 
+ALIGNMENT_FILE = "alignment.json"
+"""File with the decoder layers that align best."""
 ENVIRONMENT_FILE = "environment.json"
 LOGS = "logs"
 """Log of each rank, over all restarts."""
@@ -245,7 +247,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         _check_own(path)
         if (path / METRICS_FILE).exists():
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
-        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE):
+        for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE, ALIGNMENT_FILE):
             (path / name).unlink(missing_ok=True)
         files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):

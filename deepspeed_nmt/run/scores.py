@@ -96,7 +96,7 @@ def score_text(run: Run, which: str, text: ParallelText, scorer: Scorer, max_tok
         text=text.digest,
         signature=metric.signature(),
         weights=checkpoint.weights_digest,
-        search=run.config.search.model_dump(),
+        search=run.config.search.model_dump(mode="json"),
     )
     scores = recorded_scores(run.path)
     for score in scores:

@@ -59,6 +59,7 @@ class FileToTranslate:
         max_source_tokens: bound of a line; None for that of the run.
         strict: True to refuse longer lines.
         nbest: number of translations of each line.
+        token_scores: True for the log-probability of each token.
         options: options on which the translation depends, as they are typed.
     """
 
@@ -71,6 +72,7 @@ class FileToTranslate:
     max_source_tokens: int | None = None
     strict: bool = False
     nbest: int = 1
+    token_scores: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,7 +132,7 @@ def _description(translator: Translator, file: FileToTranslate) -> dict[str, Any
         **file.options,
         "the source text": source_digest(file.source),
         "the vocabulary": translator.tokenizer.digest,
-        "the weights": translator.weights,
+        "the weights": translator.digests,
         **{f"search.{key}": value for key, value in translator.search.model_dump(mode="json").items()},
         "the device": translator.device.type,
         "the version of the program": __version__,
@@ -257,7 +259,8 @@ class _Rank:
             advance=self._advance,
             max_source_tokens=self._file.max_source_tokens,
             counts=counts,
-            before=before,
+            first_line=before,
+            token_scores=self._file.token_scores,
         )
         text = "".join(self._written(before + number, best) for number, best in enumerate(translations))
         self._pieces.write(piece, text.encode(), counts)

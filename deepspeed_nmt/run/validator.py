@@ -18,6 +18,7 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.precision import packed_weights
+from deepspeed_nmt.search.requests import LineInputs
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.search.translate import translate_lines
 from deepspeed_nmt.train.replica import Replica
@@ -123,6 +124,7 @@ class ModelValidator:
             device=self._world.device,
             max_source_tokens=self._max_source_tokens,
             warn=False,  # it would repeat itself at each validation
+            inputs=LineInputs(first=self._world.rank, step=self._world.ranks),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         return [text for _, text in sorted(gather_lists(pairs, self._world))]

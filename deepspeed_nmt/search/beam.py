@@ -17,9 +17,10 @@ the first step, then K), R rows = B x W, C extensions looked at, T target length
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import ClassVar, Literal
 
@@ -29,31 +30,20 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
-from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
+from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
 
 
-class BeamSettings(SearchConfig):
-    """Settings of searches with a beam.
-
-    A translation has at least one token, the EOS, and at most
-    ``int(max_length_ratio * source tokens) + max_length_extra`` tokens. EOS counts on both sides.
-    """
+class BeamSettings(LeftToRightSettings):
+    """Settings of searches with a beam."""
 
     width_setting: ClassVar[str | None] = "beam"
     beam: int = Field(
         default=5, ge=1, le=10_000, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
     )
     length_penalty: PenaltyName = Field(default="gnmt:0.6", description=PENALTY_NAMES)
-    max_length_ratio: float = Field(
-        default=1.5, ge=0.0, le=100.0, description="longest translation: target tokens for each source token"
-    )
-    max_length_extra: int = Field(
-        default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
-    )
 
 
 class BeamConfig(BeamSettings):
@@ -112,8 +102,10 @@ class BeamSearch:
         self._never = sorted(never)
 
     @torch.inference_mode()
-    def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences; see :meth:`Search.search`.
+    def search(
+        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
+    ) -> list[list[Hypothesis]]:
+        """Translate a batch of sentences; see :meth:`RequestSearch.search`.
 
         Returns:
             For each sentence at least one and at most ``beam`` different hypotheses, best first.
@@ -124,7 +116,9 @@ class BeamSearch:
         assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
             return []
-        limits = self._limits(source_BS)
+        requests = or_default(requests, source_BS.shape[0])
+        limits = self._limits(source_BS, requests)
+        rules = TokenRules.of(self.config, self.vocabulary, requests, source_BS.device)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
         numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
         memory = self.model.encode(source_BS, padded)
@@ -135,7 +129,8 @@ class BeamSearch:
         )
         for length in count(1):
             logits_RV = self.model.step(live.tokens_BWT[:, :, -1].flatten(), memory, cache)
-            extensions = self._extend(live, logits_RV, [limits[number] == length for number in numbers])
+            forbid = None if rules is None else partial(rules.apply, numbers=numbers)
+            extensions = self._extend(live, logits_RV, [limits[number] == length for number in numbers], forbid)
             for row, hypothesis in self._ended(live, extensions, length):
                 finished[numbers[row]].append(hypothesis)
             kept = [
@@ -154,28 +149,36 @@ class BeamSearch:
             cache.select(rows_R, kept_B)
         return [self._best(hypotheses) for hypotheses in finished]
 
-    def _limits(self, source_BS: Tensor) -> list[int]:
+    def _limits(self, source_BS: Tensor, requests: Sequence[Request]) -> list[int]:
         """Compute the most tokens that each translation may have, EOS included."""
         lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
-        config, most = self.config, self.model.longest_target
-        limits = [max(1, int(config.max_length_ratio * length) + config.max_length_extra) for length in lengths]
-        return limits if most is None else [min(limit, most) for limit in limits]
+        return length_limits(self.config, lengths, self.model.longest_target, requests)
 
-    def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool]) -> _Extensions:
+    def _extend(
+        self,
+        live: _Live,
+        logits_RV: Tensor,
+        closing: list[bool],
+        forbid: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> _Extensions:
         """Find the best 2K extensions of each sentence.
 
         Args:
             live: unfinished hypotheses.
             logits_RV: logits of their next tokens.
             closing: for each sentence, True if only EOS may follow.
+            forbid: sets the logits of tokens that a rule forbids to -inf, given the tokens of the hypotheses; None if
+                there are no rules.
         """
         eos = self.vocabulary.eos
         sentences, width = live.log_prob_BW.shape
         log_prob_RV = torch.log_softmax(logits_RV.float(), dim=1)
         log_prob_RV[:, self._never] = -torch.inf
+        eos_R = log_prob_RV[:, eos].clone()
+        if forbid is not None:
+            forbid(log_prob_RV, live.tokens_BWT.flatten(0, 1))
         if any(closing):
             closing_R = torch.tensor(closing, device=logits_RV.device).repeat_interleave(width)
-            eos_R = log_prob_RV[:, eos].clone()
             log_prob_RV.masked_fill_(closing_R.unsqueeze(1), -torch.inf)
             log_prob_RV[:, eos] = eos_R
         log_prob_RV += live.log_prob_BW.view(-1, 1)
@@ -215,10 +218,7 @@ class BeamSearch:
 
     def _best(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
         if not hypotheses:
-            raise CheckpointError(
-                "the model must predict finite numbers, but predicts NaN or infinity for a sentence; its weights are "
-                "damaged or overflow: translate with another checkpoint, or in fp32"
-            )
+            check_finite(math.nan)
         return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[: self.config.beam]
 
 

@@ -19,6 +19,7 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSearch, BeamSettings
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.length_penalty import MAX_EXPONENT
@@ -67,12 +68,15 @@ class DeepShallow:
         self.vocabulary = vocabulary
 
     @torch.inference_mode()
-    def search(self, source_BS: Tensor, padded: bool = True) -> list[list[Hypothesis]]:
-        """Translate a batch of sentences into the candidates of both nets, best first; see :meth:`Search.search`."""
-        own = [
-            [{tuple(each.tokens): each.log_prob for each in found} for found in search.search(source_BS, padded)]
-            for search in self.searches
-        ]
+    def search(
+        self, source_BS: Tensor, padded: bool = True, requests: Sequence[Request] | None = None
+    ) -> list[list[Hypothesis]]:
+        """Translate a batch of sentences into the candidates of both nets, best first.
+
+        See :meth:`RequestSearch.search`.
+        """
+        lists = [search.search(source_BS, padded, requests) for search in self.searches]
+        own = [[{tuple(each.tokens): each.log_prob for each in one} for one in each_list] for each_list in lists]
         scores = [
             self._completed(net, ours, theirs, source_BS, padded)
             for net, ours, theirs in zip(self.nets, own, reversed(own), strict=True)

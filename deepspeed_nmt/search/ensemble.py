@@ -1,4 +1,4 @@
-"""Ensembles: models whose probabilities are averaged at each step.
+"""Ensembles: models whose probabilities are averaged at each step, with weights.
 
 Legend: B sentences, S source length, V vocabulary, R rows = B x beam.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.model import DecodableModel, Memory
+from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.nn.cache import DecoderCache
 
 
@@ -35,18 +35,37 @@ class _Caches(DecoderCache):
             part.select(rows_R, sentences_B)
 
 
+def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
+    """Return the log of the weighted mean of probabilities.
+
+    Args:
+        log_probs: log-probabilities by each model, of one shape.
+        weights: one for each model, whose sum is 1; None for equal weights.
+    """
+    if len(log_probs) == 1:
+        return log_probs[0]
+    if weights is None:
+        return torch.logsumexp(torch.stack(list(log_probs)), dim=0) - math.log(len(log_probs))
+    weighted = [each + math.log(weight) for each, weight in zip(log_probs, weights, strict=True)]
+    return torch.logsumexp(torch.stack(weighted), dim=0)
+
+
 class Ensemble(DecodableModel):
-    """An ensemble, which decodes with p(y) = mean of the models' p_i(y).
+    """An ensemble, which decodes with p(y) = weighted mean of the models' p_i(y).
 
     Args:
         models: models with the same vocabulary.
+        weights: one for each model, above 0; they are divided by their sum. None for equal weights.
 
     Attributes:
         members: the models.
+        weights: their weights, whose sum is 1; None for equal weights.
     """
 
-    def __init__(self, models: Sequence[DecodableModel]) -> None:
+    def __init__(self, models: Sequence[DecodableModel], weights: Sequence[float] | None = None) -> None:
         super().__init__()
+        assert weights is None or (len(weights) == len(models) and min(weights) > 0.0)
+        self.weights = None if weights is None else [weight / math.fsum(weights) for weight in weights]
         self.models = nn.ModuleList(models)
         self.members = list(models)
         self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
@@ -71,8 +90,19 @@ class Ensemble(DecodableModel):
             torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
             for model, part, kept in zip(self.members, memory.parts, cache.parts, strict=True)
         ]
-        return torch.logsumexp(torch.stack(log_p), dim=0) - math.log(len(log_p))
+        return mean_of(log_p, self.weights)
 
     def at_exit(self, name: str) -> DecodableModel:
         """Create the ensemble of the models' exits."""
-        return Ensemble([model.at_exit(name) for model in self.members]).train(self.training)
+        return Ensemble([model.at_exit(name) for model in self.members], self.weights).train(self.training)
+
+
+def members_of(model: DecodableModel) -> list[TranslationModel]:
+    """Return the models of an ensemble, or a list of the one model."""
+    members = model.members if isinstance(model, Ensemble) else [model]
+    return [member for member in members if isinstance(member, TranslationModel)]
+
+
+def weights_of(model: DecodableModel) -> list[float] | None:
+    """Return the weights of an ensemble; None for equal weights, and for one model."""
+    return model.weights if isinstance(model, Ensemble) else None

@@ -1,4 +1,4 @@
-"""Forced decoding: the log-probabilities that models give to the tokens of translations that are known already.
+"""Forced decoding: what models give to the tokens of translations that are known already.
 
 Several models are scored as the ensemble that they decode as: the probability of a token is the mean of theirs.
 
@@ -7,14 +7,14 @@ Legend: B sentences, S source length, T target length, D model width, V vocabula
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.search.ensemble import mean_of
 
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -26,6 +26,8 @@ def token_log_probs(
     source_BS: Tensor,
     padded: bool,
     translations: Sequence[Sequence[Sequence[int]]],
+    weights: Sequence[float] | None = None,
+    decoded: Callable[[list[int], Tensor], None] = lambda numbers, rows_N: None,
 ) -> list[list[list[float]]]:
     """Compute the log-probabilities (nats) of the tokens of translations and of the EOS after them.
 
@@ -35,6 +37,9 @@ def token_log_probs(
         source_BS: source tokens, as in :meth:`~deepspeed_nmt.search.base.Search.search`.
         padded: False promises that no position is padding.
         translations: for each sentence any number of translations, without BOS and EOS.
+        weights: of the models, whose sum is 1; None for equal weights.
+        decoded: called after the models have read some of the translations at once, with their numbers, counted over
+            all sentences, and their rows in ``source_BS``.
 
     Returns:
         In the shape of ``translations``, one number for each token and one for the EOS.
@@ -63,8 +68,8 @@ def token_log_probs(
             states_NTD = model.decode(inputs_NT, memory.select(rows_N))[0]
             log_p_NTV = torch.log_softmax(model.projection(states_NTD).float(), dim=2)
             each.append(log_p_NTV.gather(2, outputs_NT.unsqueeze(2)).squeeze(2))
-        log_p_NT = each[0] if len(each) == 1 else torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
-        for number, values in zip(numbers, log_p_NT.tolist(), strict=True):
+        for number, values in zip(numbers, mean_of(each, weights).tolist(), strict=True):
             found[number] = values[: len(flat[number][1]) + 1]
+        decoded(numbers, rows_N)
     results = iter(found)
     return [[next(results) for _ in each] for each in translations]

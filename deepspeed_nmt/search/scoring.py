@@ -6,20 +6,20 @@ Legend: B sentences, S source length, T target length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
 
 import torch
 
-from deepspeed_nmt.core.model import DecodableModel, TranslationModel
-from deepspeed_nmt.core.vocabulary import Side
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.search.buckets import length_buckets
-from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceLines, Tokenizer
+from deepspeed_nmt.search.requests import MisalignedError
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, PairTokenizer, SourceLines
 from deepspeed_nmt.search.translate import out_of_bounds, pad_sources
 
 
@@ -47,20 +47,6 @@ class ScoredTranslation:
         return self.log_prob / len(self.log_probs)
 
 
-def members_of(model: DecodableModel) -> list[TranslationModel]:
-    """Return the models of an ensemble, or a list of the one model."""
-    members = model.members if isinstance(model, Ensemble) else [model]
-    return [member for member in members if isinstance(member, TranslationModel)]
-
-
-class PairTokenizer(Tokenizer, Protocol):
-    """The part of a tokenizer that scoring needs."""
-
-    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
-        """Encode lines of one side as tokens, without EOS."""
-        ...
-
-
 def score_lines(
     model: DecodableModel,
     tokenizer: PairTokenizer,
@@ -72,6 +58,8 @@ def score_lines(
     advance: Callable[[int], object] = lambda more: None,
     max_source_tokens: int = MAX_SOURCE_TOKENS,
     strict: bool = False,
+    warn: bool = True,
+    lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[ScoredTranslation]:
     """Score translations of lines one by one, as they are asked for.
 
@@ -89,21 +77,24 @@ def score_lines(
         advance: called with the number of further pairs that are done.
         max_source_tokens: bound of a source, in tokens without EOS; the model may have a lower one.
         strict: True to refuse longer sources. Otherwise their beginning is read, with a warning.
+        warn: False to log no warnings of lines, for text that is scored again.
+        lock: held while the model is used, and at no other time.
 
     Yields:
         Each translation with the log-probabilities of its tokens, in order.
 
     Raises:
         ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
-        DataError: if there are more sources than translations or fewer, a translation is longer than the model can
-            read, or a source is too long and ``strict`` is True.
+        DataError: if a translation is longer than the model can read, or a source is too long and ``strict`` is True.
+        MisalignedError: if there are more sources than translations or fewer, after all pairs.
     """
     numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "max_source_tokens": max_source_tokens}
     if problems := out_of_bounds(numbers):
         raise ConfigError(problems)
-    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict)
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn)
     pairs = zip_longest(sources, translations)
-    return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance)
+    held = nullcontext() if lock is None else lock
+    return _score(model, tokenizer, reader, pairs, max_tokens, buffer_lines, torch.device(device), advance, held)
 
 
 def _score(
@@ -115,17 +106,20 @@ def _score(
     buffer_lines: int,
     device: torch.device,
     advance: Callable[[int], object],
+    lock: AbstractContextManager[object],
 ) -> Iterator[ScoredTranslation]:
     vocabulary, before = tokenizer.vocabulary, 0
-    while buffer := list(islice(pairs, buffer_lines)):
+    problem: MisalignedError | None = None
+    while problem is None and (buffer := list(islice(pairs, buffer_lines))):
         sources, texts = [], []
         for line, (source, text) in enumerate(buffer, before + 1):
             if source is None or text is None:
                 more, fewer = ("translations", "sources") if source is None else ("sources", "translations")
-                raise DataError(
+                problem = MisalignedError(
                     f"sources and translations must be aligned line by line, but there are {line - 1:,} {fewer} and "
                     f"more {more}; give texts of the same sentences"
                 )
+                break
             sources.append((*reader.encode(source), vocabulary.source.eos))
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
@@ -137,15 +131,16 @@ def _score(
                     f"line {line:,} has {len(tokens):,}; split it"
                 )
         reader.warn_of_unknown()
-        scored: list[ScoredTranslation | None] = [None] * len(buffer)
+        scored: list[ScoredTranslation | None] = [None] * len(texts)
         lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]
         for bucket in length_buckets(lengths, max_tokens):
             numbers_of: dict[tuple[int, ...], list[int]] = {}
             for number in bucket:
                 numbers_of.setdefault(sources[number], []).append(number)
-            source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
             asked = [[targets[number] for number in numbers] for numbers in numbers_of.values()]
-            found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked)
+            with lock:
+                source_BS, padded = pad_sources(list(numbers_of), vocabulary.pad, device)
+                found = token_log_probs(members_of(model), vocabulary, source_BS, padded, asked, weights_of(model))
             for numbers, each in zip(numbers_of.values(), found, strict=True):
                 for number, log_probs in zip(numbers, each, strict=True):
                     scored[number] = ScoredTranslation(targets[number], log_probs)
@@ -153,3 +148,5 @@ def _score(
         yield from (each for each in scored if each is not None)
         before += len(buffer)
     reader.warn_of_cuts()
+    if problem is not None:
+        raise problem

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import DataError, option
 from deepspeed_nmt.text import TextForm, looks_plain, looks_tokenised
 
@@ -35,6 +35,15 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: list[int], /) -> str:
         """Decode target tokens into a sentence."""
+        ...
+
+
+@runtime_checkable
+class PairTokenizer(Tokenizer, Protocol):
+    """The part of a tokenizer that given target text needs."""
+
+    def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
+        """Encode lines of one side as tokens, without EOS."""
         ...
 
 

@@ -8,17 +8,42 @@ Legend: B sentences, S source length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import ConfigError, option, shown
-from deepspeed_nmt.search import SEARCHES, Search, SearchConfig
+from deepspeed_nmt.search.base import Hypothesis, RanksTexts, Request, RequestSearch, Search
 from deepspeed_nmt.search.base import Translation as Translation
 from deepspeed_nmt.search.buckets import length_buckets
+from deepspeed_nmt.search.details import Details, DetailsReader
+from deepspeed_nmt.search.requests import LineInputs, RequestedLines
+from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, Tokenizer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a translation returns beside the text.
+
+    Attributes:
+        token_scores: True for the scores of tokens.
+        alignment_layers: for each model of an ensemble, the number of the decoder layer whose cross-attention aligns;
+            None for no alignment.
+    """
+
+    token_scores: bool = False
+    alignment_layers: Sequence[int] | None = None
+
+    @property
+    def of_nothing(self) -> Details:
+        """The details of an empty line."""
+        return Details(() if self.token_scores else None, None if self.alignment_layers is None else ())
 
 
 def translate_lines(
@@ -35,7 +60,9 @@ def translate_lines(
     strict: bool = False,
     warn: bool = True,
     counts: SourceCounts | None = None,
-    before: int = 0,
+    inputs: LineInputs | None = None,
+    wanted: Wanted | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -56,15 +83,20 @@ def translate_lines(
             warning.
         warn: False to log no warnings of lines, for text that is translated again.
         counts: record of what there is to warn of; see :class:`SourceLines`.
-        before: number of lines of the text before these.
+        inputs: prefixes and constraints of the lines, and their numbers in the text.
+        wanted: what to return beside the text.
+        lock: held while the model is used, and at no other time; a lock of all users of the model in several threads.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
 
     Raises:
-        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
+        ConfigError: if numbers are out of range. All of them are reported at once, before anything is read. Or if the
+            search does not respect ``inputs``, or a layer does not exist.
         DataError: if a line is too long, and ``strict`` is True.
+        MisalignedError: if there are more or fewer prefixes or constraints than lines, after those that have them.
     """
+    inputs, wanted = inputs or LineInputs(), wanted or Wanted()
     numbers = {
         "max_tokens": max_tokens,
         "buffer_lines": buffer_lines,
@@ -76,10 +108,22 @@ def translate_lines(
         problems.append(_too_many(nbest, config))
     if problems:
         raise ConfigError(problems)
+    inputs.check(config, tokenizer)
     search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
-    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn, counts, before)
-    on = torch.device(device)
-    return _translate(search, tokenizer, reader, iter(lines), max_tokens, buffer_lines, on, nbest, advance)
+    reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn, counts, inputs.first)
+    job = _Job(
+        search=search,
+        takes_requests=bool(config.takes),
+        tokenizer=tokenizer,
+        reader=reader,
+        details=DetailsReader(model, tokenizer, wanted.token_scores, wanted.alignment_layers),
+        of_nothing=wanted.of_nothing,
+        device=torch.device(device),
+        nbest=nbest,
+        lock=nullcontext() if lock is None else lock,
+    )
+    requested = RequestedLines(lines, inputs, tokenizer, model.longest_target)
+    return _translate(job, requested, max_tokens, buffer_lines, advance)
 
 
 def out_of_bounds(numbers: Mapping[str, object]) -> list[str]:
@@ -115,22 +159,76 @@ def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True), padded
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What all batches of a translation share; see :func:`translate_lines`."""
+
+    search: Search | RequestSearch
+    takes_requests: bool
+    tokenizer: Tokenizer
+    reader: SourceLines
+    details: DetailsReader
+    of_nothing: Details
+    device: torch.device
+    nbest: int
+    lock: AbstractContextManager[object]
+
+    def translate(
+        self, lines: Sequence[str], sources: Sequence[list[int]], requests: Sequence[Request]
+    ) -> list[list[Translation]]:
+        """Translate a batch.
+
+        Args:
+            lines: text of each sentence.
+            sources: its tokens.
+            requests: its request.
+        """
+        vocabulary = self.tokenizer.vocabulary
+        rows = [[*source, vocabulary.source.eos] for source in sources]
+        with self.lock:
+            source_BS, padded = pad_sources(rows, vocabulary.pad, self.device)
+            if self.takes_requests:
+                lists = cast(RequestSearch, self.search).search(source_BS, padded, requests)
+            else:
+                lists = self.search.search(source_BS, padded)
+            best = [self._best(hypotheses) for hypotheses in lists]
+            tokens = [[hypothesis.tokens for hypothesis, _ in each] for each in best]
+            details = self.details.read(source_BS, padded, list(zip(lines, sources, strict=True)), tokens)
+        return [
+            [
+                Translation(
+                    text,
+                    found.score,
+                    found.tokens,
+                    found.log_prob,
+                    found.features,
+                    detail.token_scores,
+                    detail.alignment,
+                )
+                for (found, text), detail in zip(each, more, strict=True)
+            ]
+            for each, more in zip(best, details, strict=True)
+        ]
+
+    def _best(self, hypotheses: list[Hypothesis]) -> list[tuple[Hypothesis, str]]:
+        """Return the best hypotheses of a sentence and their texts."""
+        if not isinstance(self.search, RanksTexts):
+            return [(each, self.tokenizer.decode(each.tokens)) for each in hypotheses[: self.nbest]]
+        return self.search.rank(hypotheses, [self.tokenizer.decode(each.tokens) for each in hypotheses])[: self.nbest]
+
+
 def _translate(
-    search: Search,
-    tokenizer: Tokenizer,
-    reader: SourceLines,
-    lines: Iterator[str],
-    max_tokens: int,
-    buffer_lines: int,
-    device: torch.device,
-    nbest: int,
-    advance: Callable[[int], object],
+    job: _Job, requested: RequestedLines, max_tokens: int, buffer_lines: int, advance: Callable[[int], object]
 ) -> Iterator[list[Translation]]:
-    before, pad, eos = 0, tokenizer.vocabulary.pad, tokenizer.vocabulary.source.eos
-    while buffer := list(islice(lines, buffer_lines)):
-        sources = [reader.encode(line) for line in buffer]
+    before, reader = 0, job.reader
+    while buffer := requested.read(buffer_lines):
+        with job.lock:
+            sources = [reader.encode(line) for line, _ in buffer]
         reader.warn_of_unknown()
-        translations = [[Translation("", 0.0, [])] for _ in buffer]
+        nothing = Translation(
+            "", 0.0, [], token_scores=job.of_nothing.token_scores, alignment=job.of_nothing.alignment
+        )
+        translations = [[nothing] for _ in buffer]
         filled = [number for number, source in enumerate(sources) if source]
         lengths = [len(sources[number]) + 1 for number in filled]
         advance(len(buffer) - len(filled))
@@ -139,13 +237,16 @@ def _translate(
                 reader.note_batch(before + number + 1, length, max_tokens)
         for bucket in length_buckets(lengths, max_tokens):
             numbers = [filled[place] for place in bucket]
-            source_BS, padded = pad_sources([[*sources[number], eos] for number in numbers], pad, device)
-            for number, hypotheses in zip(numbers, search.search(source_BS, padded), strict=True):
-                translations[number] = [
-                    Translation(tokenizer.decode(each.tokens), each.score, each.tokens, each.log_prob, each.features)
-                    for each in hypotheses[:nbest]
-                ]
+            found = job.translate(
+                [buffer[number][0] for number in numbers],
+                [sources[number] for number in numbers],
+                [buffer[number][1] for number in numbers],
+            )
+            for number, best in zip(numbers, found, strict=True):
+                translations[number] = best
             advance(len(numbers))
         yield from translations
         before += len(buffer)
     reader.warn_of_cuts()
+    if requested.problem is not None:
+        raise requested.problem

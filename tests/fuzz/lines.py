@@ -128,6 +128,7 @@ SOUND = {
     "--valid-target text/valid.de --out new --vocab-size 400",
     ("train",): "--data data --run new",
     ("translate",): "--run run --input text/valid.en --output out.txt",
+    ("score-pairs",): "--run run --source text/valid.en --target text/valid.de",
     ("score",): "--hypothesis text/valid.de --reference text/valid.de",
     ("average",): "--run run --last 1",
     ("plan",): "--recipe sample_small",

@@ -163,7 +163,7 @@ def test_ctranslate2_searches_as_this_program(settings: dict[str, Any], tokenize
     with torch.no_grad():
         model.projection.bias[vocabulary.eos] += 2.0
         model.projection.bias[[vocabulary.pad, vocabulary.bos]] -= 9.0  # as in a model that is trained
-    pieces = tokenizer.pieces("source"), tokenizer.pieces("target")
+    pieces = tokenizer.all_pieces("source"), tokenizer.all_pieces("target")
     write_ctranslate2(tmp_path, model.plain(), vocabulary, pieces, 64, "fp32")
     config = BeamConfig(**settings)
     wanted = BeamSettings(**{key: getattr(config, key) for key in BeamSettings.model_fields})

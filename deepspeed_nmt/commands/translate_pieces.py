@@ -1,4 +1,4 @@
-"""Files of `translate`: which are translated in pieces, by how many ranks, and by workers."""
+"""Files of `translate` that are translated in pieces, by how many ranks, and by workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from signal import SIGUSR1
 
 from deepspeed_nmt.api import Translator
-from deepspeed_nmt.commands.translate_stream import refuse_source_as_output, written
+from deepspeed_nmt.commands.translate_texts import target_of, writes_lists, written
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.files import is_replaceable
@@ -46,13 +46,17 @@ class Layout:
     piece_lines: int
 
 
-def layout(arguments: argparse.Namespace, source: BufferedReader, target: Path | None) -> Layout:
+_WHOLE = ("prefix", "constraints", "alignment")
+"""Options with which a text is translated whole."""
+
+
+def layout(arguments: argparse.Namespace, source: BufferedReader) -> Layout:
     """Return the division of the input into pieces.
 
     Raises:
-        ConfigError: if the output is the source text, or several ranks are to translate what is no file.
+        ConfigError: if several ranks are to translate what is no file, or with options for one process.
     """
-    refuse_source_as_output(target, source)
+    target = target_of(arguments.output, "--output")
     ranks = place().ranks
     if arguments.workers < 1:
         raise ConfigError(f"--workers must be at least 1, but is {arguments.workers}")
@@ -75,12 +79,18 @@ def layout(arguments: argparse.Namespace, source: BufferedReader, target: Path |
             f"{option} must be a file to be translated by several processes, but is "
             f"{arguments.output if readable else arguments.input}; give a file, or start one process"
         )
+    whole = [name for name in _WHOLE if getattr(arguments, name) is not None]
+    if several and whole:
+        raise ConfigError(
+            f"--{whole[0]} is for one process, but several are to start; leave it out, or start one process"
+        )
     if not readable:
         return Layout(False, None, MAX_LINES)
     lines = count_lines(source)
     piece_lines = lines_of_a_piece(lines, arguments.max_tokens)
     begun = target is not None and writable and pieces_directory(target).exists()
-    return Layout(writable and (several or begun or lines > piece_lines), lines, piece_lines)
+    divided = writable and not whole and (several or begun or lines > piece_lines)
+    return Layout(divided, lines, piece_lines)
 
 
 def take_device(arguments: argparse.Namespace) -> None:
@@ -127,10 +137,11 @@ def translate(translator: Translator, arguments: argparse.Namespace, source: Buf
         arguments.max_source_tokens,
         arguments.strict,
         arguments.nbest,
+        arguments.token_scores,
         options,
     )
     with interruptible(SIGUSR1):  # batch systems announce a time limit by it
-        return translate_in_pieces(translator, file, partial(written, arguments))
+        return translate_in_pieces(translator, file, partial(written, lists=writes_lists(arguments)))
 
 
 def translate_by_workers(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,174 @@
+"""Texts of `translate`: those beside the source, and what is written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.evaluate.nbest import Candidate
+from deepspeed_nmt.files import atomic_text_writer, open_text, raw_lines, replaces, text_lines
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.search.base import Translation
+
+Beside = dict[str, Iterator[Any] | None]
+"""Texts that have a line for each line of the source, by the names of arguments of ``Translator.stream``."""
+
+
+def writes_lists(arguments: argparse.Namespace) -> bool:
+    """Return True if n-best lists are written."""
+    return bool(arguments.nbest > 1 or arguments.token_scores)
+
+
+def written(number: int, best: Sequence[Translation], lists: bool) -> str:
+    """Return the translations of a line as they are written.
+
+    Args:
+        number: of the line, from 0.
+        best: its translations, best first.
+        lists: True for n-best lists.
+    """
+    if not lists:
+        return best[0].text + "\n"
+    return "".join(f"{candidate}\n" for candidate in _candidates(number, best))
+
+
+def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
+    """Yield the translations of a line as an n-best list."""
+    for each in translations:
+        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
+        yield Candidate(line, each.text, features, each.score, each.token_scores or ())
+
+
+def target_of(name: str, option: str) -> Path | None:
+    """Return the path of an output file; None for standard output.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    if name == "-":
+        return None
+    target = Path(name)
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
+        raise ConfigError(f"{option} must be a writable file, but {target} {what}; give another path")
+    return target
+
+
+@contextmanager
+def texts_beside(
+    arguments: argparse.Namespace, source: BufferedReader[Any]
+) -> Iterator[dict[str, Iterator[Any] | None]]:
+    """Open the texts that have a line for each line of the source.
+
+    If all are files, their lines are counted before anything is translated.
+
+    Args:
+        arguments: of the command.
+        source: the source text, at its beginning.
+
+    Yields:
+        The arguments ``prefix`` and ``constraints`` of :meth:`Translator.stream`.
+
+    Raises:
+        ConfigError: if standard input is given twice, or an output would replace a text.
+        DataError: if a file cannot be read or has another number of lines.
+    """
+    names = {"prefix": arguments.prefix, "constraints": arguments.constraints}
+    given = {name: path for name, path in names.items() if path is not None}
+    if [arguments.input, *given.values()].count("-") > 1:
+        raise ConfigError("standard input (`-`) must be given at most once, but is given more often; give paths")
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(open_text(path)) for name, path in given.items()}
+        outputs = {"--output": arguments.output, "--alignment": arguments.alignment}
+        for option, output in outputs.items():
+            for name, stream in {"input": source, **streams}.items():
+                if output not in (None, "-") and replaces(Path(output), stream):
+                    what = "the source text" if name == "input" else "that text"
+                    raise ConfigError(
+                        f"{option} must be another file than --{name}, but {output} is {what}; give another path"
+                    )
+        counts = {"source": count_lines(source, arguments.input)} if given else {}
+        for name, stream in streams.items():
+            counts[name] = count_lines(stream, given[name])
+            if None not in counts.values() and counts[name] != counts["source"]:
+                raise _misaligned(name, counts[name], counts["source"])
+        prefix = text_lines(streams["prefix"], given["prefix"]) if "prefix" in given else None
+        constraints = None
+        if "constraints" in given:
+            lines = text_lines(streams["constraints"], given["constraints"])
+            constraints = (line.split("\t") if line else [] for line in lines)
+        yield {"prefix": prefix, "constraints": constraints}
+
+
+def _misaligned(name: str, lines: int | None, source: int | None) -> Exception:
+    return DataError(
+        f"--{name} must have a line for each line of the source, but has {lines:,} and the source has {source:,}; "
+        "give a text of the same lines, in which an empty line asks for nothing"
+    )
+
+
+def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
+    """Count the lines of a text, which is read again from where it stands; None if it can be read only once."""
+    if not stream.seekable():
+        return None
+    start = stream.tell()
+    count = sum(1 for _ in raw_lines(stream, name))
+    stream.seek(start)
+    return count
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files that translations are written to; see :meth:`open`.
+
+    Attributes:
+        text: of the translations or n-best lists.
+        alignment: of the alignments; None if they are not asked for.
+        lists: True for n-best lists.
+    """
+
+    text: TextIO
+    alignment: TextIO | None
+    lists: bool
+
+    @classmethod
+    @contextmanager
+    def open(cls, arguments: argparse.Namespace) -> Iterator[Outputs]:
+        """Open the outputs. Files are complete or unchanged.
+
+        Raises:
+            ConfigError: if they cannot be written.
+        """
+        target = target_of(arguments.output, "--output")
+        aligned = None if arguments.alignment is None else target_of(arguments.alignment, "--alignment")
+        if arguments.alignment is not None and aligned == target:
+            raise ConfigError("--alignment must be another file than --output, but both are the same; give another")
+        with ExitStack() as stack:
+            text = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))
+            alignment = None
+            if arguments.alignment is not None:
+                writer = nullcontext(sys.stdout) if aligned is None else atomic_text_writer(aligned)
+                alignment = stack.enter_context(writer)
+            yield cls(text, alignment, writes_lists(arguments))
+            text.flush()
+
+    def write(self, number: int, best: Sequence[Translation]) -> None:
+        """Write the translations of a line.
+
+        Args:
+            number: of the line, from 0.
+            best: its translations, best first.
+        """
+        self.text.write(written(number, best, self.lists))
+        if self.alignment is not None:
+            from deepspeed_nmt.search.alignment import pharaoh
+
+            self.alignment.writelines(f"{pharaoh(each.alignment or ())}\n" for each in best)

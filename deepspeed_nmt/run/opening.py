@@ -1,0 +1,194 @@
+"""Opening of runs to decode with: models at an exit, ensembles, and the form of their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.run.alignment import alignment_layer
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.search.details import cross_attention
+from deepspeed_nmt.text import TextForm, warn_of_missing_rules
+
+
+def plain_form(run: Run, language: str) -> TextForm:
+    """Return the form of the text that a run writes, to make it plain.
+
+    Args:
+        run: the run.
+        language: language code given by the user; "" to take that of the run.
+
+    Raises:
+        ConfigError: if the text cannot be made plain.
+    """
+    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
+    if text.form == "unknown":
+        raise ConfigError(
+            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
+            "version; if its text was tokenised by Moses, give the language, for example de"
+        )
+    text.convert("plain", [])  # reports problems before anything is translated
+    if language:
+        warn_of_missing_rules(language, option("detokenise"))
+    if not text.how("plain"):
+        logger.warning(
+            "%s changes nothing, because %s was trained on plain text; leave it out", option("detokenise"), run.path
+        )
+    return text
+
+
+def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
+    """Check that runs can be combined.
+
+    Args:
+        runs: to combine.
+        weights: of the runs; None for equal weights.
+
+    Raises:
+        ConfigError: if there is none, or they have different vocabularies, or one predicts masked tokens, or the
+            weights are not one positive number for each.
+    """
+    if not runs:
+        raise ConfigError("`run` must be a run directory or several, but is empty")
+    if len({run.tokenizer.digest for run in runs}) > 1:
+        raise ConfigError(
+            "the runs of an ensemble must have one vocabulary, but theirs differ; see prepare --vocab-from"
+        )
+    masked = [run.path for run in runs if not run.config.model.left_to_right]
+    if masked and len(runs) > 1:
+        raise ConfigError(
+            f"all runs of an ensemble must translate from left to right, but {masked[0]} predicts masked "
+            "tokens; give it alone"
+        )
+    if weights is None:
+        return
+    if len(weights) != len(runs):
+        raise ConfigError(
+            f"{option('weights')} must have a number for each run, but has {len(weights)} and there are {len(runs)} "
+            "runs; give as many"
+        )
+    if not all(isinstance(weight, (int, float)) and 0.0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"{option('weights')} must be positive numbers, but are {shown(list(weights))}; leave out a run of "
+            "weight 0"
+        )
+
+
+def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
+    """Return the numbers of tokens that are never predicted.
+
+    Args:
+        tokenizer: of the runs.
+        texts: the tokens, as the vocabulary spells them or as text that is one token.
+
+    Raises:
+        ConfigError: if a text is no token of the target, or is the end of sentences.
+    """
+    if isinstance(texts, str):
+        raise ConfigError(f"{option('suppress')} must be a list of tokens, but is one string; put it into a list")
+    found = []
+    for text in texts:
+        number = tokenizer.number(text, "target")
+        if number is None:
+            tokens = tokenizer.encode_batch([text], "target")[0]
+            number = tokens[0] if len(tokens) == 1 else None
+        if number is None or number in (tokenizer.vocabulary.eos, tokenizer.vocabulary.unk):
+            raise ConfigError(
+                f"{option('suppress')} must be tokens of the target's vocabulary, but {shown(text)} is none; for the "
+                f"unknown token give {option('suppress_unknown')}"
+            )
+        found.append(number)
+    return tuple(found)
+
+
+def chosen_exit(
+    model: TranslationModel, exit: str | None, encoder_layers: int | None, decoder_layers: int | None
+) -> str:
+    """Return the name of the exit that a user has chosen; a side without a number of layers keeps all of them.
+
+    Args:
+        model: the whole model.
+        exit: name of the exit; None for the top.
+        encoder_layers: number of the encoder's first stages; None for all.
+        decoder_layers: number of the decoder's first stages; None for all.
+    """
+    if encoder_layers is None and decoder_layers is None:
+        return exit or TOP
+    counts = zip((encoder_layers, decoder_layers), model.stages, strict=True)
+    return exit_name(*(whole if count is None else count for count, whole in counts))
+
+
+def cut_at(run: Run, model: TranslationModel, exit: str) -> TranslationModel:
+    """Return a run's model, cut at an exit.
+
+    Raises:
+        ConfigError: if the run has no such exit.
+    """
+    try:
+        cut = model.at_exit(exit)
+    except ConfigError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+    if not run.trained_at(exit, model.stages):
+        logger.warning("%s was not trained at exit %s; expect bad translations", run.path, exit)
+    return cut
+
+
+def trained_exits(run: Run, model: TranslationModel) -> list[str]:
+    """Return the names of the exits that a run has trained, the top among them as the last.
+
+    Named exits come instead of the numbered ones that they stand for.
+    """
+    if named := run.config.model.named_exits:
+        return list(named)
+    encoder, decoder = model.stages
+    names = [exit_name(n, m) for n in range(1, encoder + 1) for m in range(1, decoder + 1)]
+    trained = [name for name in names[:-1] if run.trained_at(name, model.stages)]
+    return [*trained, TOP]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Runs that are decoded with.
+
+    Attributes:
+        runs: one, or those of an ensemble.
+        checkpoint: which checkpoint of each.
+        exit: exit of their models.
+        digests: hash of the weights of each.
+    """
+
+    runs: tuple[Run, ...]
+    checkpoint: str
+    exit: str
+    digests: tuple[str, ...] = ()
+
+    def exits(self, models: Sequence[TranslationModel]) -> list[str]:
+        """Return the names of the exits that all runs have trained, the top last.
+
+        Args:
+            models: of the runs, at the top.
+        """
+        each = [trained_exits(run, model) for run, model in zip(self.runs, models, strict=True)]
+        return [name for name in each[0] if all(name in others for others in each[1:])]
+
+    def alignment_layers(self, models: Sequence[TranslationModel], layer: int | None) -> list[int]:
+        """Return the decoder layer of each model whose cross-attention aligns.
+
+        Args:
+            models: of the runs, at :attr:`exit`.
+            layer: number of the layer for all; None to choose those that align best on validation text.
+
+        Raises:
+            ConfigError: if a layer does not exist, or cannot be chosen.
+        """
+        if layer is not None:
+            for model in models:
+                cross_attention(model.cross_attentions(), layer)
+            return [layer] * len(models)
+        pairs = zip(self.runs, models, strict=True)
+        return [alignment_layer(run, self.checkpoint, self.exit, model) for run, model in pairs]

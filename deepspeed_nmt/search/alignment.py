@@ -1,0 +1,145 @@
+"""Alignments of translations with their sources, from the weights of cross-attention.
+
+The target token at position t is linked to the source token with the largest weight, averaged over the heads of a
+layer, at the decoder position that *predicts* it (Garg et al., "Jointly Learning to Align and Translate with
+Transformer Models", 2019, section 4.1 describes this use of attention weights). EOS, and the token that begins a
+BERT's source, are no candidates. The weights come from forced decoding of finished translations, so that the search
+costs nothing more. Padding and special tokens are left out.
+
+Links of tokens become links of words: word i of the source, as it was given, and word j of the translation, as it is
+written, are linked if any of their tokens are. Words are separated by white space and counted from 0.
+
+Legend: N translations, T target length, S source length, B sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.nn.attention import MultiHeadAttention
+from deepspeed_nmt.search.source_lines import Tokenizer
+
+Links = tuple[tuple[int, int], ...]
+"""Pairs of a source word and a target word, from 0, in ascending order."""
+Weighted = Sequence[tuple[MultiHeadAttention, float]]
+"""Cross-attentions, one of each model, and the models' weights."""
+
+
+class AttentionWatch:
+    """Watch of the cross-attention during forced decoding.
+
+    Args:
+        combinations: each gives one link for every token, by the weighted sum of its attention weights.
+        source_BS: source tokens.
+        vocabulary: special tokens.
+    """
+
+    def __init__(self, combinations: Sequence[Weighted], source_BS: Tensor, vocabulary: Vocabulary) -> None:
+        self._combinations = combinations
+        source = vocabulary.source
+        special = torch.tensor([source.pad, source.eos, source.bos], device=source_BS.device)
+        self._special_BS = torch.isin(source_BS, special)
+        self._seen: dict[MultiHeadAttention, Tensor] = {}
+        self._links: list[dict[int, list[int]]] = [{} for _ in combinations]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch during the block. Of a layer that is applied several times, the last application counts."""
+        watched = dict.fromkeys(attention for each in self._combinations for attention, _ in each)
+        hooks = [each.register_forward_pre_hook(self._see, with_kwargs=True) for each in watched]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _see(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(attention, MultiHeadAttention)
+        query_NTD, memory, mask = (*args, kwargs.get("mask"))[:3]
+        self._seen[attention] = attention.weights(query_NTD, memory, mask)
+
+    def decoded(self, numbers: list[int], rows_N: Tensor) -> None:
+        """Record the links of translations that were decoded at once; see :func:`token_log_probs`."""
+        special_N1S = self._special_BS.index_select(0, rows_N).unsqueeze(1)
+        for combination, links in zip(self._combinations, self._links, strict=True):
+            parts = [self._seen[attention] * weight for attention, weight in combination]
+            total_NTS = torch.stack(parts).sum(dim=0).masked_fill(special_N1S, -1.0)
+            for number, best in zip(numbers, total_NTS.argmax(dim=2).tolist(), strict=True):
+                links[number] = best
+        self._seen.clear()
+
+    def links(self, combination: int, number: int, tokens: int) -> list[int]:
+        """Return the source position to which each of the ``tokens`` tokens of a translation is linked."""
+        return self._links[combination][number][:tokens]
+
+
+def word_links(links: Sequence[int], source_words: Sequence[int], target_words: Sequence[int | None]) -> Links:
+    """Return the links of words.
+
+    Args:
+        links: source position of each target token.
+        source_words: word of each source token.
+        target_words: word of each target token; None for a token that no word has.
+    """
+    found = {
+        (source_words[position], word)
+        for position, word in zip(links, target_words, strict=True)
+        if word is not None and position < len(source_words)
+    }
+    return tuple(sorted(found))
+
+
+def source_words(line: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the number of the word that each source token belongs to.
+
+    Tokens are those of the words one by one, where a tokenizer splits white space first. Otherwise a token belongs to
+    the first word up to which the line has that many tokens.
+
+    Args:
+        line: the source.
+        tokens: its tokens, possibly cut.
+        tokenizer: which encoded it.
+    """
+    first = tokenizer.vocabulary.source.bos
+    begins = int(bool(tokens) and tokens[0] == first)  # of a BERT's source, and of each of its words
+    words = line.split()
+    encoded = [[token for token in tokenizer.encode(word) if token != first] for word in words]
+    if [token for each in encoded for token in each][: len(tokens) - begins] == list(tokens[begins:]):
+        numbers = [number for number, each in enumerate(encoded) for _ in each]
+    else:
+        numbers = []
+        for number in range(len(words)):
+            upto = len(tokenizer.encode(" ".join(words[: number + 1]))) - begins
+            numbers += [number] * (upto - len(numbers))
+    numbers = [0] * begins + numbers
+    last = numbers[-1] if numbers else 0
+    return (numbers + [last] * len(tokens))[: len(tokens)]
+
+
+def target_words(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int | None]:
+    """Return the number of the word, in the decoded text, that each target token belongs to; None if it has no text.
+
+    A token without a letter of its own, such as a mere space, belongs to the word that it begins.
+    """
+    found: list[int | None] = []
+    text, waiting = "", 0
+    for end in range(1, len(tokens) + 1):
+        longer = tokenizer.decode(list(tokens[:end]))
+        if len("".join(longer.split())) == len("".join(text.split())):
+            waiting += 1
+        else:
+            found += [len(longer.split()) - 1] * (waiting + 1)
+            waiting = 0
+        text = longer
+    return found + [None] * waiting
+
+
+def pharaoh(links: Links) -> str:
+    """Return links in the format of Pharaoh: ``0-0 1-2``, source word first."""
+    return " ".join(f"{source}-{target}" for source, target in links)

@@ -1,0 +1,177 @@
+"""Rules of the next token, which all searches from left to right respect.
+
+A rule forbids tokens after the tokens of a hypothesis so far. It does not change the probabilities of the others: the
+log-probability of a translation is that of the model, with or without rules.
+
+Legend: B sentences, W hypotheses of a sentence, R rows = B x W, T target length so far (BOS included), V vocabulary,
+P length of the longest prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from deepspeed_nmt.core.parts import SearchConfig
+from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
+from deepspeed_nmt.errors import option, shown
+from deepspeed_nmt.search.base import Request
+
+
+class LeftToRightSettings(SearchConfig):
+    """Settings of searches that decode one token after another.
+
+    A translation has at least ``min_length`` tokens and at most ``int(max_length_ratio * source tokens) +
+    max_length_extra``, and never more than ``max_length``. EOS counts on both sides.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({"line", "prefix"})
+    max_length_ratio: float = Field(
+        default=1.5, ge=0.0, le=100.0, description="longest translation: target tokens for each source token"
+    )
+    max_length_extra: int = Field(
+        default=10, ge=0, le=100_000, description="longest translation: target tokens on top of the ratio"
+    )
+    max_length: int = Field(
+        default=0, ge=0, le=1_000_000, description="longest translation in target tokens, EOS included; 0: no bound"
+    )
+    min_length: int = Field(
+        default=1, ge=1, le=1_000_000, description="shortest translation in target tokens, EOS included"
+    )
+    no_repeat_ngram: int = Field(
+        default=0, ge=0, le=1_000, description="n: no n-gram of tokens occurs twice in a translation; 0: allowed"
+    )
+    suppress_unknown: bool = Field(default=False, description="never predict the unknown token")
+    suppress_tokens: tuple[int, ...] = Field(
+        default=(), max_length=100_000, description="numbers of tokens that are never predicted"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LeftToRightSettings:
+        if 0 < self.max_length < self.min_length:
+            raise ValueError(
+                f"{option('min_length')} must be at most {option('max_length')}, which is {self.max_length}, but is "
+                f"{self.min_length}; change one of them"
+            )
+        wrong = [token for token in self.suppress_tokens if not 0 <= token < MAX_VOCABULARY]
+        if wrong:
+            raise ValueError(
+                f"{option('suppress_tokens')} must be numbers of tokens, from 0 to {MAX_VOCABULARY - 1:,}, but has "
+                f"{shown(wrong[0])}; {option('suppress')} of `translate` takes text"
+            )
+        return self
+
+
+def length_limits(
+    settings: LeftToRightSettings, lengths: Sequence[int], most: int | None, requests: Sequence[Request]
+) -> list[int]:
+    """Return the most tokens that each translation may have, EOS included.
+
+    A bound is raised to the shortest translation that is possible: ``min_length``, or the prefix, the constraints and
+    EOS.
+
+    Args:
+        settings: of the search.
+        lengths: tokens of each source, EOS included.
+        most: most tokens that the model reads; None if unlimited.
+        requests: one for each sentence.
+    """
+    limits = []
+    for length, request in zip(lengths, requests, strict=True):
+        limit = max(1, int(settings.max_length_ratio * length) + settings.max_length_extra)
+        if settings.max_length > 0:
+            limit = min(limit, settings.max_length)
+        needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
+        limit = max(limit, settings.min_length, needed)
+        limits.append(limit if most is None else min(limit, most))
+    return limits
+
+
+class TokenRules:
+    """Rules of the next token for a batch of sentences.
+
+    The prefix has precedence over all other rules. A hypothesis after which every token is forbidden ends.
+
+    Args:
+        settings: of the search.
+        vocabulary: special tokens.
+        requests: one for each sentence.
+        device: of the logits.
+    """
+
+    def __init__(
+        self,
+        settings: LeftToRightSettings,
+        vocabulary: Vocabulary,
+        requests: Sequence[Request],
+        device: torch.device,
+    ) -> None:
+        self._eos = vocabulary.eos
+        self._least = settings.min_length
+        self._ngram = settings.no_repeat_ngram
+        suppressed = {*settings.suppress_tokens, *([vocabulary.unk] if settings.suppress_unknown else [])}
+        suppressed = {token for token in suppressed if token < vocabulary.size} - {vocabulary.eos}
+        self._suppressed = torch.tensor(sorted(suppressed), device=device) if suppressed else None
+        self._prefixes = [request.prefix for request in requests]
+        self._longest_prefix = max(map(len, self._prefixes), default=0)
+
+    @classmethod
+    def of(
+        cls,
+        settings: LeftToRightSettings,
+        vocabulary: Vocabulary,
+        requests: Sequence[Request],
+        device: torch.device,
+    ) -> TokenRules | None:
+        """Return the rules, or None if they forbid nothing, so that they cost nothing."""
+        rules = cls(settings, vocabulary, requests, device)
+        forbids = rules._least > 1 or rules._ngram or rules._longest_prefix or rules._suppressed is not None
+        return rules if forbids else None
+
+    def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
+        """Set the logits of forbidden tokens to -inf.
+
+        Args:
+            logits_RV: logits of the next tokens; overwritten.
+            tokens_RT: tokens of each hypothesis, BOS first.
+            numbers: of the sentences of the rows; each has equally many rows, which are adjacent.
+        """
+        length, eos = tokens_RT.shape[1] - 1, self._eos
+        forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
+        if forced_R1 is not None:
+            forced_logit_R1 = logits_RV.gather(1, forced_R1.clamp(min=0))
+        end_R1 = logits_RV[:, eos : eos + 1].clone()
+        if self._suppressed is not None:
+            logits_RV.index_fill_(1, self._suppressed, -torch.inf)
+        if length + 1 < self._least:
+            logits_RV[:, eos] = -torch.inf
+        if self._ngram and length >= self._ngram:
+            self._forbid_repetition(logits_RV, tokens_RT[:, 1:])
+        dead_R1 = logits_RV.amax(dim=1, keepdim=True) == -torch.inf
+        logits_RV[:, eos : eos + 1] = torch.where(dead_R1, end_R1, logits_RV[:, eos : eos + 1])
+        if forced_R1 is not None:
+            is_forced_R1 = forced_R1 >= 0
+            logits_RV.masked_fill_(is_forced_R1, -torch.inf)
+            index_R1 = forced_R1.clamp(min=0)
+            logits_RV.scatter_(1, index_R1, torch.where(is_forced_R1, forced_logit_R1, logits_RV.gather(1, index_R1)))
+
+    def _forced(self, length: int, numbers: Sequence[int], rows: int, device: torch.device) -> Tensor | None:
+        """Return the token of its prefix that each row must continue with, -1 where any may. Shape: -> (R,1)."""
+        if length >= self._longest_prefix:
+            return None
+        prefixes = [self._prefixes[number] for number in numbers]
+        forced = [prefix[length] if length < len(prefix) else -1 for prefix in prefixes]
+        return torch.tensor(forced, device=device).repeat_interleave(rows // len(numbers)).unsqueeze(1)
+
+    def _forbid_repetition(self, logits_RV: Tensor, tokens_RT: Tensor) -> None:
+        """Forbid tokens that would complete an n-gram for the second time."""
+        size = self._ngram
+        ngrams_RTN = tokens_RT.unfold(1, size, 1)
+        last_R1N = tokens_RT[:, tokens_RT.shape[1] - size + 1 :].unsqueeze(1)
+        again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2)
+        bound_RT = torch.where(again_RT, -torch.inf, torch.inf).to(logits_RV.dtype)
+        logits_RV.scatter_reduce_(1, ngrams_RTN[:, :, size - 1], bound_RT, "amin")

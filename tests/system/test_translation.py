@@ -1,0 +1,205 @@
+"""Searches, their inputs and outputs, and scores of pairs, by the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.evaluate.nbest import read_nbest
+from tests.system.conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four exits."""
+    path = tmp_path_factory.mktemp("exits") / "run"
+    settings = [*SMALL, "objective.label_smoothed=null", "objective.multi_softmax.exits=all"]
+    settings += ["training.max_updates=6", "training.validate_every=6", "collapse.every=0", "optimizer.lr=1e-2"]
+    assert main(["train", "--data", str(data), "--run", str(path), *settings]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first ten lines of the test text."""
+    lines = (data.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines(keepends=True)
+    path = tmp_path_factory.mktemp("source") / "source.en"
+    path.write_text("".join(lines[:10]), encoding="utf-8")
+    return path
+
+
+def translate(run: Path, source: Path, out: Path, *options: str) -> list[str]:
+    command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
+    assert main([*command, *options]) == 0
+    return out.read_text(encoding="utf-8").splitlines()
+
+
+def test_searches_and_their_rules(run: Path, source: Path, tmp_path: Path) -> None:
+    out, prefix, constraints = (tmp_path / name for name in ("out", "prefix", "constraints"))
+    beam = translate(run, source, out)
+    sampled = translate(run, source, out, "--search", "sampling", "--seed", "3", "--top-p", "0.9")
+    sampling = ("--search", "sampling", "--top-p", "0.9")
+    assert translate(run, source, out, *sampling, "--seed", "3", "--max-tokens", "9") == sampled
+    assert translate(run, source, out, *sampling, "--seed", "4") != sampled != beam
+    translate(run, source, out, "--search", "mbr", "--samples", "6", "--nbest", "6")
+    assert all(sum(each.features["samples"] for each in found) == 6 for found in read_nbest(str(out)))
+    diverse = ("--search", "diverse_beam", "--beam", "4", "--groups", "2", "--nbest", "2", "--token-scores")
+    translate(run, source, out, *diverse)
+    for found in read_nbest(str(out)):
+        assert len(found) == 2
+        for each in found:
+            assert math.fsum(each.token_log_probs) == pytest.approx(each.features["log_prob"], abs=1e-3)
+    prefix.write_text("Der Hund\n" + "\n" * 8 + "Heute\n", encoding="utf-8")
+    constraints.write_text("\n" * 8 + "Katze\tnicht wahr\n\n", encoding="utf-8")
+    both = translate(run, source, out, "--prefix", str(prefix), "--constraints", str(constraints))
+    assert both[0].startswith("Der Hund") and both[9].startswith("Heute")
+    assert "Katze" in both[8] and "nicht wahr" in both[8]
+    named = [*beam, *sampled]
+    word = max(
+        {word for line in named for word in line.split()}, key=lambda word: sum(word in line for line in named)
+    )
+    token = Translator.open(run, device="cpu").tokenizer.encode_batch([word], "target")[0][0]
+    piece = Translator.open(run, device="cpu").tokenizer.pieces([token])[0]
+    translate(run, source, out, "--suppress", piece, "--suppress-unknown", "--nbest", "2", "--no-repeat-ngram", "1")
+    translator = Translator.open(run, device="cpu", suppress=[piece], suppress_unknown=True, no_repeat_ngram=1)
+    for each in translator.translate(source.read_text(encoding="utf-8").splitlines()):
+        assert token not in each.tokens and len(set(each.tokens)) == len(each.tokens)
+
+
+def test_alignments(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    out, links = tmp_path / "out", tmp_path / "links"
+    text = translate(copy, source, out, "--alignment", str(links))
+    assert "aligns best" in capsys.readouterr().err
+    (record,) = json.loads((copy / "alignment.json").read_text())["layers"]
+    assert record["exit"] == "top" and record["layer"] == min((1, 2), key=lambda n: record["cross_entropy"][str(n)])
+    found = links.read_text()
+    sources = source.read_text(encoding="utf-8").splitlines()
+    for line, translation, pairs in zip(sources, text, found.splitlines(), strict=True):
+        for pair in pairs.split():
+            first, second = map(int, pair.split("-"))
+            assert first < len(line.split()) and second < len(translation.split())
+    assert found.split(), "no link shows nothing"
+    chosen = ("--alignment", str(links), "--alignment-layer", str(record["layer"]))
+    translate(copy, source, out, *chosen, "--max-tokens", "30")
+    assert links.read_text() == found and "aligns best" not in capsys.readouterr().err
+    translate(copy, source, out, "--alignment", str(links))
+    assert links.read_text() == found and "aligns best" not in capsys.readouterr().err
+    command = ["translate", "--run", str(copy), "--input", str(source), "--output", str(out), "--alignment"]
+    assert main([*command, str(out)]) == 2
+    assert "--alignment must be another file than --output" in capsys.readouterr().err
+    assert main([*command, str(links), "--detokenise"]) == 2
+    assert "--detokenise changes; leave out one of them" in capsys.readouterr().err
+    (copy / "alignment.json").write_text("{}}")
+
+    def fail(path: Path) -> None:
+        raise DataError("the data is gone")
+
+    monkeypatch.setattr("deepspeed_nmt.run.alignment.DataDirectory.open", fail)
+    assert main([*command, str(links)]) == 2
+    said = capsys.readouterr().err
+    assert "alignment.json cannot be read; the layer is chosen again" in said
+    assert "which cannot be read (the data is gone); give --alignment-layer" in said
+
+
+def test_pairs_are_scored_at_every_exit(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, scores = tmp_path / "out", tmp_path / "scores"
+    translate(run, source, out, "--token-scores")
+    candidates = [found[0] for found in read_nbest(str(out))]
+    out.write_text("".join(f"{each.text}\n" for each in candidates), encoding="utf-8")
+    command = ["score-pairs", "--run", str(run), "--source", str(source), "--target", str(out)]
+    assert main([*command, "--output", str(scores), "--all-exits", "--tokens", "--json"]) == 0
+    lines = [json.loads(line) for line in scores.read_text(encoding="utf-8").splitlines()]
+    assert [each["exit"] for each in lines] == ["1-1", "1-2", "2-1", "top"] * 10
+    assert [each["line"] for each in lines] == [number for number in range(10) for _ in range(4)]
+    for number, candidate in enumerate(candidates):
+        top = lines[4 * number + 3]
+        if top["tokens"] == candidate.features["tokens"]:  # the text can be encoded by other tokens
+            assert top["log_prob"] == pytest.approx(candidate.features["log_prob"], abs=1e-3)
+            assert top["token_log_probs"] == pytest.approx(candidate.token_log_probs, abs=1e-3)
+        assert len(top["pieces"]) == top["tokens"]
+    capsys.readouterr()
+    assert main([*command, "--exit", "1-2"]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [(int(row[0]), row[1]) for row in rows] == [(number, "1-2") for number in range(10)]
+    assert [float(row[2]) for row in rows] == pytest.approx([each["log_prob"] for each in lines[1::4]], abs=1e-3)
+    out.write_text("one\n", encoding="utf-8")
+    assert main(command) == 2
+    assert "--source and --target must be aligned line by line, but have 10 and 1 lines" in capsys.readouterr().err
+
+
+def test_ensembles_have_weights(run: Path, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    alone = translate(run, source, out)
+    assert translate(run, source, out, "--run", str(run), "--weights", "0.7,0.3") == alone
+
+
+def test_a_prefix_of_another_length_loses_nothing(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, prefix, pipe = (tmp_path / name for name in ("out", "prefix", "pipe"))
+    expected = translate(run, source, out)
+    prefix.write_text("\n" * 4)
+    command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
+    before = out.read_text(encoding="utf-8")
+    assert main([*command, "--prefix", str(prefix)]) == 2
+    assert "--prefix must have a line for each line of the source, but has 4 and the source has 10" in (
+        capsys.readouterr().err
+    )
+    assert out.read_text(encoding="utf-8") == before, "nothing is translated"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("\n" * 4,))
+    writer.start()
+    assert main([*command, "--prefix", str(pipe)]) == 2
+    writer.join()
+    assert (
+        "but has 4 and the source has more; " in (said := capsys.readouterr().err) and "lines translated: 4" in said
+    )
+    assert out.read_text(encoding="utf-8").splitlines() == expected[:4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--search", "sampling", "--rerank", "deep-shallow"],
+            "--search decodes by the search sampling, --rerank by",
+        ),
+        (["--search", "beam", "--constraints", "F"], "--search decodes by the search beam, --constraints by"),
+        (["--search", "mask_predict"], "search.name=mask_predict decodes models that guess masked tokens, but"),
+        (["--temperature", "2"], "use search sampling or mbr, or leave it out"),
+        (
+            ["--min-length", "5", "--max-length", "4"],
+            "--min-length must be at most --max-length, which is 4, but is 5",
+        ),
+        (["--search", "diverse_beam", "--groups", "3"], "--beam must be a multiple of --groups, but is 2 and"),
+        (["--weights", "1,x"], "--weights must be numbers, separated by commas, but is 1,x"),
+        (["--weights", "1,2"], "--weights must have a number for each run, but has 2 and there are 1 runs"),
+        (["--weights", "0"], "--weights must be positive numbers, but are [0.0]"),
+        (["--suppress", "no such"], "--suppress must be tokens of the target's vocabulary, but 'no such' is none"),
+        (["--alignment-layer", "2"], "--alignment-layer is for --alignment, which is missing; give both"),
+        (["--alignment", "-"], "--alignment must be another file than --output, but both are the same"),
+        (["--alignment", "/no/where"], "--alignment must be a writable file, but /no/where is in /no"),
+        (["--prefix", "-", "--constraints", "-"], "standard input (`-`) must be given at most once"),
+        (["--prefix", "/no/where"], "/no/where must be a text file, but does not exist"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: list[str], message: str, run: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["translate", "--run", str(run), "--input", str(source), "--output", "-", *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""

@@ -1,0 +1,138 @@
+"""Alignments: links of cross-attention, of tokens and of words, and the choice of the layer that aligns best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer, train_bpe
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.run.alignment import held_out_cross_entropy
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.alignment import AttentionWatch, pharaoh, source_words, target_words, word_links
+from deepspeed_nmt.search.details import DetailsReader
+from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
+
+SOURCE = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 2, 0, 0, 0]])
+ASKED = [[(4, 5, 6), (14, 15)], [(9, 20, 21, 22)]]
+
+
+class Words:
+    """Tokenizer of words that are numbers."""
+
+    vocabulary = VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("method", [name for name in methods() if settings_of(name).model.left_to_right])
+def test_links_are_the_largest_weights_of_each_layer(method: str) -> None:
+    torch.manual_seed(2)
+    model = build_model(settings_of(method), VOCABULARY).eval()
+    attentions = model.cross_attentions()
+    assert list(attentions) == list(model.cross_attending())
+    watch = AttentionWatch([[(each, 1.0)] for each in attentions.values()], SOURCE, VOCABULARY)
+    with torch.inference_mode(), watch.watching():
+        scores = token_log_probs([model], VOCABULARY, SOURCE, True, ASKED, None, watch.decoded)
+    assert scores == token_log_probs([model], VOCABULARY, SOURCE, True, ASKED), "watching changes nothing"
+    for number, (row, tokens) in enumerate([(0, (4, 5, 6)), (0, (14, 15)), (1, (9, 20, 21, 22))]):
+        source = [token for token in SOURCE[row].tolist() if token != VOCABULARY.pad]
+        for place, attention in enumerate(attentions.values()):
+            seen: list[torch.Tensor] = []
+
+            def see(module: torch.nn.Module, args: tuple[Any, ...], seen: list[torch.Tensor] = seen) -> None:
+                query_1TD, memory = args[:2]
+                heads = module.head_dim
+                projected = not isinstance(memory, torch.Tensor)  # of a layer that is applied several times
+                k = memory.keys[0].transpose(0, 1).flatten(1) if projected else module.k_proj(memory)[0]
+                q = module.q_proj(query_1TD)[0]
+                parts = zip(q.split(heads, dim=1), k.split(heads, dim=1), strict=True)
+                seen.append(sum((a @ b.T / math.sqrt(heads)).softmax(dim=1) for a, b in parts))
+
+            hook = attention.register_forward_pre_hook(see)
+            with torch.inference_mode():
+                model.decode(torch.tensor([[VOCABULARY.bos, *tokens]]), model.encode(torch.tensor([source])))
+            hook.remove()
+            expected = seen[-1][: len(tokens), : len(source) - 1].argmax(dim=1).tolist()
+            assert watch.links(place, number, len(tokens)) == expected
+
+
+def test_an_ensemble_aligns_by_the_sum_of_its_models() -> None:
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(build_model(settings_of("vanilla"), VOCABULARY).eval())
+    reader = DetailsReader(Ensemble(models, [0.999, 0.001]).eval(), Words(), True, [2, 1])
+    sources = [("7 8 9 10 11", [7, 8, 9, 10, 11]), ("12 13", [12, 13])]
+    both = reader.read(SOURCE, True, sources, ASKED)
+    first = DetailsReader(models[0], Words(), False, [2]).read(SOURCE, True, sources, ASKED)
+    second = DetailsReader(models[1], Words(), False, [1]).read(SOURCE, True, sources, ASKED)
+    links = [[each.alignment for each in found] for found in both]
+    assert links == [[each.alignment for each in found] for found in first]
+    assert links != [[each.alignment for each in found] for found in second]
+    assert [len(each.token_scores or ()) for each in both[0]] == [4, 3]
+    assert first[0][0].token_scores is None
+    with pytest.raises(ConfigError, match=r"`alignment_layer` must be a decoder layer .* \(1, 2.*\), but is 9"):
+        DetailsReader(models[0], Words(), False, [9])
+
+
+def test_words_of_tokens() -> None:
+    text = ["der kleine Hund schläft im Garten", "die Katze schläft nicht", "ein Haus im großen Garten"] * 5
+    bpe = train_bpe(text, 60)
+    for line in text[:3]:
+        tokens = bpe.encode(line)
+        assert len(tokens) > len(line.split())
+        pieces = bpe.pieces(tokens)
+        begins = [number for number, piece in enumerate(pieces) if piece.startswith("▁")]
+        expected = [sum(begin <= place for begin in begins) - 1 for place in range(len(tokens))]
+        assert source_words(line, tokens, bpe) == expected == target_words(tokens, bpe)
+        assert source_words(line, tokens[:4], bpe) == expected[:4]
+        assert [bpe.number(piece) for piece in pieces] == tokens
+    space = bpe.number("▁")
+    assert space is not None
+    hund = bpe.encode("Hund")
+    assert target_words([*bpe.encode("die"), space, *hund, space], bpe)[-len(hund) - 2 :] == [
+        1,
+        *[1] * len(hund),
+        None,
+    ]
+    assert isinstance(bpe, SentencePieceTokenizer) and bpe.number("Kürbis") is None
+
+
+def test_links_of_words() -> None:
+    assert word_links([0, 1, 2, 2, 5], [0, 0, 1, 2], [0, 0, 1, None, 2]) == ((0, 0), (1, 1))
+    assert pharaoh(((0, 0), (1, 2))) == "0-0 1-2"
+    assert pharaoh(()) == ""
+
+
+def test_the_cross_entropy_prefers_links_of_translations() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sentences = [torch.randint(4, 40, (9,), generator=generator).tolist() for _ in range(200)]
+    lexicon = torch.randperm(40, generator=generator).tolist()
+    right = [[(token, lexicon[token]) for token in each] for each in sentences]
+    shifted = [[(each[place - 1], lexicon[token]) for place, token in enumerate(each)] for each in sentences]
+    to_the_end = [[(2, lexicon[token]) for token in each] for each in sentences]
+    half = [[pair if number % 2 else (2, pair[1]) for number, pair in enumerate(each)] for each in right]
+    scores = [held_out_cross_entropy(each) for each in (right, half, to_the_end, shifted)]
+    assert scores == sorted(scores)
+    assert scores[0] < 0.5 and scores[1] < 0.7 * scores[2]
+    assert held_out_cross_entropy([]) == 0.0
+
+
+def test_searches_say_what_they_respect() -> None:
+    """A search that ignores prefixes must not claim to respect them."""
+    takes = {entry.name: entry.config().takes for entry in SEARCHES.entries}  # type: ignore[attr-defined]
+    assert takes.pop("mask_predict") == frozenset()
+    assert all("prefix" in each for each in takes.values())
+    assert [name for name, each in takes.items() if "constraints" in each] == ["constrained_beam"]

@@ -1,0 +1,69 @@
+"""Minimum Bayes risk decoding: utilities are sacreBLEU's, and the sample of the highest expected utility wins."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search import Hypothesis
+from deepspeed_nmt.search.mbr import MinimumBayesRisk, MinimumBayesRiskConfig
+from deepspeed_nmt.search.utility import UtilityName, pairwise
+
+TEXTS = [
+    "Der Hund schläft im Garten, nicht im Haus.",
+    "Der Hund schläft im Haus.",
+    "der hund",
+    "Eine Katze, eine Katze, eine Katze!",
+    "",
+    "?",
+    "Der Hund schläft im Garten",
+]
+METRICS = {"chrf": CHRF(), "bleu": BLEU(effective_order=True)}
+
+
+@pytest.mark.parametrize("name", get_args(UtilityName))
+def test_utilities_are_those_of_sacrebleu(name: UtilityName) -> None:
+    expected = [[METRICS[name].sentence_score(text, [other]).score for other in TEXTS] for text in TEXTS]
+    np.testing.assert_allclose(pairwise(name, TEXTS), expected, rtol=1e-9, atol=1e-9)
+
+
+def search(**settings: object) -> MinimumBayesRisk:
+    model = build_transformer(
+        TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1), Vocabulary(20)
+    )
+    return MinimumBayesRisk(MinimumBayesRiskConfig.model_validate(settings), model.eval(), Vocabulary(20))
+
+
+@pytest.mark.parametrize("name", get_args(UtilityName))
+def test_texts_are_ranked_by_expected_utility(name: UtilityName) -> None:
+    samples = [0, 1, 1, 3, 6, 0, 0, 2]
+    hypotheses = [Hypothesis([place], -float(place), -float(place)) for place, _ in enumerate(samples)]
+    ranked = search(utility=name).rank(hypotheses, [TEXTS[number] for number in samples])
+    expected = {
+        TEXTS[number]: sum(METRICS[name].sentence_score(TEXTS[number], [TEXTS[other]]).score for other in samples) / 8
+        for number in samples
+    }
+    assert [text for _, text in ranked] == sorted(expected, key=lambda text: -expected[text])
+    assert [each.score for each, _ in ranked] == pytest.approx(sorted(expected.values(), reverse=True))
+    assert {text: each.features["samples"] for each, text in ranked} == {
+        TEXTS[0]: 3, TEXTS[1]: 2, TEXTS[3]: 1, TEXTS[6]: 1, TEXTS[2]: 1,
+    }  # fmt: skip
+    best = {text: each.log_prob for each, text in ranked}
+    assert best[TEXTS[0]] == 0.0 and best[TEXTS[1]] == -1.0, "the most probable sample of a text stands for it"
+
+
+def test_samples_are_those_of_sampling_in_their_order() -> None:
+    torch.manual_seed(1)
+    found = search(samples=3).search(torch.tensor([[5, 6, 2]]))
+    torch.manual_seed(1)
+    more = search(samples=5).search(torch.tensor([[5, 6, 2]]))
+    assert [each.tokens for each in found[0]] == [each.tokens for each in more[0][:3]]
+    assert len(found[0]) == 3
+    assert search().config.samples == 32

@@ -1,0 +1,294 @@
+"""All searches from left to right: batches and the cache change nothing, and every rule of the next token holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from deepspeed_nmt.build import build_model
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search import SEARCHES, Hypothesis
+from deepspeed_nmt.search.base import Request, RequestSearch
+from deepspeed_nmt.search.constrained import Progress, allocate
+from deepspeed_nmt.search.forced import token_log_probs
+from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+SEARCHED: dict[str, dict[str, Any]] = {
+    "beam": {"beam": 3},
+    "diverse_beam": {"beam": 4, "groups": 2, "diversity": 0.7},
+    "constrained_beam": {"beam": 4},
+    "sampling": {"samples": 4, "temperature": 1.2, "top_k": 40, "top_p": 0.95},
+    "mbr": {"samples": 8, "temperature": 1.5},
+}
+RULES = {"min_length": 4, "max_length": 9, "no_repeat_ngram": 2, "suppress_unknown": True, "suppress_tokens": (7, 8)}
+
+
+def sharpened(model: TranslationModel, factor: float = 4.0, end: float = 0.0) -> TranslationModel:
+    """Return a random model whose predictions are far from uniform, and whose sentences end early and late."""
+    with torch.no_grad():
+        model.projection.weight.mul_(factor)
+    bias_V = torch.zeros(model.vocab_size)
+    bias_V[EOS] = end
+    model.projection.bias = torch.nn.Parameter(bias_V)
+    return model.eval()
+
+
+def transformer(seed: int = 1, vocab_size: int = 24, factor: float = 4.0) -> TranslationModel:
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=2, share_embeddings="none", dropout=0.3
+    )
+    return sharpened(build_transformer(config, Vocabulary(vocab_size)), factor)
+
+
+def searcher(name: str, model: TranslationModel, **settings: Any) -> RequestSearch:
+    entry = SEARCHES[name]
+    search: RequestSearch = entry.build(entry.config.model_validate(settings), model, Vocabulary(model.vocab_size))
+    return search
+
+
+def sources(lengths: Sequence[int], vocab_size: int = 24, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[*torch.randint(4, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+
+
+def assert_same(found: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=1e-4)
+
+
+def contains(tokens: Sequence[int], phrase: Sequence[int]) -> bool:
+    return any(list(tokens[at : at + len(phrase)]) == list(phrase) for at in range(len(tokens)))
+
+
+CONSTRAINTS = ((), ((9, 10), (11,)), ((12,),), ((13, 13),), ())
+REQUESTS = [
+    Request(line, prefix, constraints)
+    for line, prefix, constraints in zip(
+        (5, 0, 7, 2, 90), ((), (5, 7), (6,), (), (20, 20, 20)), CONSTRAINTS, strict=True
+    )
+]
+LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.left_to_right]
+
+
+@pytest.mark.parametrize("rules", [{}, RULES], ids=["free", "ruled"])
+@pytest.mark.parametrize("method", LEFT_TO_RIGHT)
+def test_batches_and_the_cache_change_nothing(method: str, rules: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    model = sharpened(build_model(settings_of(method), VOCABULARY), end=7.0)
+    rows = sources([9, 3, 6, 6, 2], VOCABULARY.size)
+    different, lengths = set(), defaultdict[str, set[tuple[int, int]]](set)
+    grown = {"deep_shallow": {"beam": 3}} if settings_of(method).model.named_exits else {}
+    for name, settings in {**SEARCHED, **grown}.items():
+        search = searcher(name, model, **settings, **rules)
+        together = search.search(padded(rows), True, REQUESTS)
+        forced = token_log_probs(
+            [model], VOCABULARY, padded(rows), True, [[each.tokens for each in found] for found in together]
+        )
+        for row, request, found, log_probs in zip(rows, REQUESTS, together, forced, strict=True):
+            (alone,) = search.search(torch.tensor([row]), False, [request])
+            assert_same(alone, found)
+            for hypothesis, expected in zip(found, log_probs, strict=True):
+                assert hypothesis.log_prob == pytest.approx(math.fsum(expected), abs=1e-3)
+                assert tuple(hypothesis.tokens[: len(request.prefix)]) == request.prefix
+                if name == "constrained_beam":
+                    assert all(contains(hypothesis.tokens, phrase) for phrase in request.constraints)
+                if rules:
+                    check_rules(hypothesis.tokens, request)
+            different |= {tuple(each.tokens) for each in found}
+            lengths[name] |= {(request.line, len(each.tokens)) for each in found}
+    assert len(different) > 20, "equal translations would show nothing"
+    assert rules or len(lengths["mbr"]) > 6, "samples of one length would end together"
+
+
+def check_rules(tokens: Sequence[int], request: Request) -> None:
+    needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
+    assert 4 <= len(tokens) + 1 <= max(9, needed)
+    chosen = tokens[len(request.prefix) :]
+    constrained = {token for phrase in request.constraints for token in phrase}
+    assert not {PAD, BOS, EOS} & set(tokens)
+    assert not {UNK, 7, 8} & set(chosen) - constrained
+    if not request.prefix and not request.constraints:
+        pairs = list(pairwise(tokens))
+        assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_searches_without_groups_or_constraints_are_beam_search(seed: int) -> None:
+    model, rows = transformer(seed), sources([4, 11, 7, 2, 5], seed=seed)
+    expected = searcher("beam", model, beam=4).search(padded(rows))
+    diverse = searcher("diverse_beam", model, beam=4, groups=1, diversity=9.0).search(padded(rows))
+    constrained = searcher("constrained_beam", model, beam=4).search(padded(rows))
+    for row, found in enumerate(expected):
+        assert_same(diverse[row], found)
+        assert_same(constrained[row], found)
+
+
+def test_groups_without_diversity_are_equal_and_with_it_differ() -> None:
+    model, rows = transformer(2), sources([6, 9, 4])
+    same = searcher("diverse_beam", model, beam=4, groups=2, diversity=0.0).search(padded(rows))
+    half = searcher("beam", model, beam=2).search(padded(rows))
+    for found, expected in zip(same, half, strict=True):
+        assert_same(found, expected[:2])
+    apart = searcher("diverse_beam", model, beam=4, diversity=5.0).search(padded(rows))
+    for found in apart:
+        first = Counter(each.tokens[0] for each in found if each.tokens)
+        assert max(first.values()) == 1, "at a high cost no two groups begin alike"
+        assert len({tuple(each.tokens) for each in found}) == 4
+
+
+def test_a_wide_constrained_beam_equals_exhaustive_search() -> None:
+    model, (source,) = transformer(4, vocab_size=7), sources([5], vocab_size=7)
+    phrases, limit = ((4, 5), (6,)), 5
+    every = [list(words) for length in range(limit) for words in product(range(3, 7), repeat=length)]
+    every = [tokens for tokens in every if all(contains(tokens, phrase) for phrase in phrases)]
+    (scores,) = token_log_probs([model], Vocabulary(7), torch.tensor([source]), False, [every])
+    totals = sorted(zip(map(math.fsum, scores), every, strict=True), reverse=True)
+    settings = {"beam": 600, "length_penalty": "none", "max_length_ratio": 0.0, "max_length_extra": limit}
+    search = searcher("constrained_beam", model, **settings)
+    (found,) = search.search(torch.tensor([source]), False, [Request(constraints=phrases)])
+    assert [each.tokens for each in found] == [tokens for _, tokens in totals]
+    assert [each.score for each in found] == pytest.approx([total for total, _ in totals], abs=1e-4)
+
+
+def test_a_phrase_counts_when_its_tokens_follow_one_another() -> None:
+    phrases = ((5, 6), (5,), (7, 7))
+    progress = Progress()
+    assert progress.next_tokens(phrases) == [5, 7]
+    met = []
+    for token in (5, 9, 5, 6, 5, 7, 5, 7, 7):
+        progress = progress.after(token, phrases)
+        met.append(progress.tokens(phrases))
+    assert met == [1, 0, 1, 2, 3, 4, 3, 4, 5]
+    assert progress.next_tokens(phrases) == []
+
+
+def test_places_of_a_beam_are_divided_among_banks() -> None:
+    from deepspeed_nmt.search.constrained import _Candidate
+
+    def candidates(*met: int) -> list[_Candidate]:
+        return [_Candidate(-float(rank), 0, 9, Progress(), count) for rank, count in enumerate(met)]
+
+    chosen = allocate(candidates(0, 0, 0, 0, 0, 1, 2, 2, 2), 7, 2)
+    assert [each.met for each in chosen] == [0, 0, 0, 1, 2, 2, 2]
+    assert [each.met for each in allocate(candidates(0, 0, 1), 5, 1)] == [0, 0, 1]
+    assert [each.met for each in allocate(candidates(0, 1, 2), 2, 4)] == [1, 2]
+
+
+def exact(model: TranslationModel, source: list[int], tokens: list[int]) -> Tensor:
+    """Return p(next token | source, tokens). Shape: -> (V,)"""
+    with torch.no_grad():
+        states = model.decode(torch.tensor([[BOS, *tokens]]), model.encode(torch.tensor([source])))[0]
+        logits = model.projection(states[0, -1])
+    logits[[PAD, BOS]] = -torch.inf
+    return logits.softmax(dim=0)
+
+
+def frequencies(model: TranslationModel, source: list[int], **settings: Any) -> Tensor:
+    """Return the frequencies of the first tokens of samples. Shape: -> (V,)"""
+    search = searcher("sampling", model, samples=4000, max_length=2, max_length_extra=2, **settings)
+    (found,) = search.search(torch.tensor([source]), False)
+    first = [each.tokens[0] if each.tokens else EOS for each in found]
+    return torch.tensor(first).bincount(minlength=model.vocab_size) / 4000
+
+
+def test_samples_follow_the_distribution_of_the_model() -> None:
+    model, (source,) = transformer(3, factor=2.0), sources([5])
+    p = exact(model, source, [])
+    assert p.max() < 0.9, "a distribution of one token shows nothing"
+
+    def apart(found: Tensor, expected: Tensor) -> float:
+        return float((found - expected).abs().sum()) / 2
+
+    assert apart(frequencies(model, source), p) < 0.03
+    warm = (p.clamp(min=1e-30).log() / 2.0).softmax(dim=0) * (p > 0)
+    assert apart(frequencies(model, source, temperature=2.0), warm / warm.sum()) < 0.04
+    assert apart(frequencies(model, source, temperature=2.0), p) > 0.05
+    best = p.topk(3)
+    three = torch.zeros_like(p).scatter(0, best.indices, best.values / best.values.sum())
+    assert apart(frequencies(model, source, top_k=3), three) < 0.03
+    nucleus = float(best.values[:2].sum()) + 1e-4
+    assert apart(frequencies(model, source, top_p=nucleus), three) < 0.03
+    assert apart(frequencies(model, source, top_k=1), p) > 0.1
+    greedy = searcher("beam", model, beam=1).search(torch.tensor([source]))[0]
+    coldest = searcher("sampling", model, temperature=1e-3).search(torch.tensor([source]))[0]
+    assert_same(coldest, [Hypothesis(greedy[0].tokens, greedy[0].log_prob, greedy[0].log_prob)])
+
+
+def test_samples_depend_on_seed_and_line_alone() -> None:
+    model, (source,) = transformer(3), sources([6])
+    rows = padded([source] * 3)
+
+    def samples(seed: int, *lines: int) -> list[list[list[int]]]:
+        search = searcher("sampling", model, samples=3, seed=seed)
+        return [[each.tokens for each in found] for found in search.search(rows, False, list(map(Request, lines)))]
+
+    first = samples(1, 0, 8, 3)
+    assert samples(1, 3, 0, 8) == [first[2], first[0], first[1]]
+    assert first[0] != first[1] != first[2]
+    assert samples(2, 0, 8, 3) != first
+    # A line's samples stay when there are more of them.
+    (more,) = searcher("sampling", model, samples=6).search(rows[:1], False, [Request(8)])
+    assert all(tokens in [each.tokens for each in more] for tokens in first[1])
+    # The next token is drawn afresh at each position.
+    assert len({tuple(tokens) for found in first for tokens in found}) > 6
+
+
+def test_a_hypothesis_after_which_no_token_is_allowed_ends() -> None:
+    model, (source,) = transformer(1, vocab_size=7), sources([8], vocab_size=7)
+    for name, settings in SEARCHED.items():
+        search = searcher(name, model, **settings, no_repeat_ngram=1, min_length=30)
+        (found,) = search.search(torch.tensor([source]), False)
+        for each in found:
+            assert sorted(each.tokens) == [3, 4, 5, 6], name
+
+
+@pytest.mark.parametrize("name", list(SEARCHED))
+def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
+    model, (source,) = transformer(1), sources([4])
+    with torch.no_grad():
+        model.projection.weight.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="predicts NaN"):
+        searcher(name, model, **SEARCHED[name]).search(torch.tensor([source]), False)
+    assert searcher(name, transformer(1)).search(torch.empty(0, 3, dtype=torch.long)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "beam",
+            {"min_length": 9, "max_length": 8},
+            "`min_length` must be at most `max_length`, which is 8, but is 9",
+        ),
+        (
+            "diverse_beam",
+            {"beam": 5, "groups": 2},
+            "`beam` must be a multiple of `groups`, but is 5 and `groups` is 2",
+        ),
+        ("sampling", {"top_p": 0.0}, "greater than 0"),
+        ("sampling", {"temperature": 0.0}, "greater than or equal to 0.001"),
+        ("mbr", {"utility": "ter"}, "'chrf' or 'bleu'"),
+        ("beam", {"suppress_tokens": [-1]}, "`suppress_tokens` must be numbers of tokens, from 0 to .*, but has -1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SEARCHES[name].config.model_validate(settings)

@@ -1,0 +1,213 @@
+"""The Python API: lines beside the source, details of translations, ensembles, and threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.parts import SearchConfig
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.evaluate.nbest import Candidate
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search import SEARCHES
+from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.mask_predict import MaskPredictConfig
+
+V = Vocabulary(30)
+LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "b", "model"] * 3
+
+
+class Letters:
+    """Tokenizer with the letters of the alphabet as tokens from 4 up, and a word of one letter each."""
+
+    vocabulary = V
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text], "source")[0]
+
+    def encode_batch(self, texts: Sequence[str], side: str, threads: int = 1) -> list[list[int]]:
+        return [
+            [4 + ord(each) - ord("a") if each.isalpha() else 3 for each in text.replace(" ", "")] for text in texts
+        ]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(chr(ord("a") + token - 4) for token in tokens)
+
+
+def plain(seed: int) -> TranslationModel:
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        dim=16, ffn_dim=24, heads=2, encoder_layers=2, decoder_layers=2, share_embeddings="none"
+    )
+    model = build_transformer(config, V)
+    with torch.no_grad():
+        model.projection.weight.mul_(4.0)
+    return model.eval()
+
+
+def opened(search: SearchConfig | None = None, *seeds: int, **how: Any) -> Translator:
+    models = [plain(seed) for seed in seeds or (1,)]
+    model = models[0] if len(models) == 1 else Ensemble(models, how.pop("weights", None)).eval()
+    return Translator(model, Letters(), search or BeamConfig(beam=3), torch.device("cpu"), **how)  # type: ignore[arg-type]
+
+
+def config(name: str, **settings: Any) -> SearchConfig:
+    found = SEARCHES[name].config.model_validate({"name": name, **settings})
+    assert isinstance(found, SearchConfig)
+    return found
+
+
+def test_a_translation_begins_with_its_prefix_and_contains_its_constraints() -> None:
+    prefix = ["qu", "", "v"] * 9
+    free = opened().translate(LINES)
+    found = opened().translate(LINES, prefix=iter(prefix), max_tokens=30)
+    for line, begin, each, other in zip(LINES, prefix, found, free, strict=True):
+        assert each.text.replace(" ", "").startswith(begin) or not line
+        assert begin or each.tokens == other.tokens
+    constraints = [["kx", " "], [], ["j"]] * 9
+    both = opened(config("constrained_beam", beam=4)).translate(LINES, prefix=prefix, constraints=constraints)
+    for line, begin, phrases, each in zip(LINES, prefix, constraints, both, strict=True):
+        text = each.text.replace(" ", "")
+        assert not line or (text.startswith(begin) and all(phrase.strip() in text for phrase in phrases))
+
+
+def test_samples_depend_on_the_number_of_the_line_alone() -> None:
+    search = config("sampling", samples=2, seed=4)
+    texts = [[each.text for each in best] for best in opened(search).stream(LINES, nbest=2)]
+    assert texts[0] != texts[9] != texts[18], "the same sentence on three lines"
+    for options in ({"max_tokens": 1}, {"buffer_lines": 2}, {"max_tokens": 25, "buffer_lines": 5}):
+        again = opened(search).stream(LINES, nbest=2, **options)  # type: ignore[arg-type]
+        assert [[each.text for each in best] for best in again] == texts
+    rest = opened(search).stream(LINES[7:], nbest=2, first_line=7)
+    assert [[each.text for each in best] for best in rest] == texts[7:]
+
+
+@pytest.mark.parametrize("fewer", ["prefix", "source"])
+def test_a_text_of_another_length_loses_no_translation(fewer: str) -> None:
+    expected = [each.text for each in opened().translate(LINES[:5])]
+    prefix, lines = [""] * (5 if fewer == "prefix" else 20), LINES[:5] if fewer == "source" else LINES
+
+    def texts() -> Iterator[str]:
+        for best in opened().stream(lines, prefix=prefix, buffer_lines=4):
+            yield best[0].text
+
+    found = []
+    message = "`prefix` must have a line for each line of the source, but has (5 and the source has more|more and)"
+    with pytest.raises(DataError, match=message):
+        for text in texts():
+            found.append(text)
+    assert found == expected
+
+
+def test_unknown_tokens_of_a_prefix_are_named(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
+        opened().translate(["ab", "cd", "ef"], prefix=["x", "y!", "z!"])
+    assert [message for message in caplog.messages if "unknown" in message] == [
+        "the prefix or a constraint of line 2 has tokens that are unknown to the vocabulary, which the translation "
+        "shows as such"
+    ]
+
+
+def test_a_prefix_must_fit_the_model() -> None:
+    translator = opened()
+    translator.model.longest_target = 6
+    found = []
+    with pytest.raises(DataError, match="at most, which is all that the model writes, but those of line 2 have 6"):
+        for best in translator.stream(["ab", "cd", "ef"], prefix=["abcde", "abcdef", ""]):
+            found.append(best[0].text)
+    assert found == ["a b c d e"]
+
+
+def test_scores_of_tokens_and_alignments() -> None:
+    found = opened().translate(LINES, token_scores=True, alignment=True, alignment_layer=2, max_tokens=40)
+    plainly = opened().translate(LINES)
+    for line, each, other in zip(LINES, found, plainly, strict=True):
+        assert (each.text, each.tokens) == (
+            other.text,
+            other.tokens,
+        ) and other.token_scores is other.alignment is None
+        assert each.token_scores is not None and each.alignment is not None
+        assert len(each.token_scores) == (len(each.tokens) + 1 if line else 0)
+        assert math.fsum(each.token_scores) == pytest.approx(each.log_prob, abs=1e-4)
+        assert [word for _, word in sorted(each.alignment, key=lambda pair: pair[1])] == list(range(len(each.tokens)))
+        assert all(source == 0 for source, _ in each.alignment), "each source is one word"
+    (one,) = opened().translate(["h e l l o"], alignment=True, alignment_layer=1)
+    assert one.alignment is not None and {source for source, _ in one.alignment} <= set(range(5))
+    first = Candidate(0, "a b", {"log_prob": -1.5, "tokens": 2.0}, -0.5, (-0.25, -1.0, -0.25))
+    assert str(first) == "0 ||| a b ||| log_prob= -1.5 tokens= 2 token_log_probs= -0.25 -1 -0.25 ||| -0.5"
+    assert Candidate.parse(str(first)) == first
+
+
+def test_weights_of_an_ensemble() -> None:
+    pairs = (LINES, [each.text or "a" for each in opened(None, 2).translate(LINES)])
+    scores = [[each.log_probs for each in opened(None, seed).score(*pairs)] for seed in (1, 2)]
+    for weights, shares in (([3.0, 1.0], (0.75, 0.25)), (None, (0.5, 0.5))):
+        mixed = opened(None, 1, 2, weights=weights)
+        for one, two, found in zip(*scores, mixed.score(*pairs), strict=True):
+            both = zip(one, two, strict=True)
+            means = [math.log(shares[0] * math.exp(a) + shares[1] * math.exp(b)) for a, b in both]
+            assert found.log_probs == pytest.approx(means, abs=1e-4)
+        for best in mixed.stream(LINES[:3], token_scores=True):
+            assert math.fsum(best[0].token_scores or ()) == pytest.approx(best[0].log_prob, abs=1e-4)
+    almost = opened(None, 1, 2, weights=[1.0, 1e-9])
+    assert [each.tokens for each in almost.translate(LINES)] == [each.tokens for each in opened().translate(LINES)]
+    exits = mixed.at_exit("1-1")
+    assert isinstance(exits.model, Ensemble) and mixed.at_exit("top").model is not exits.model
+    assert exits.exits == ["top"] and exits._lock is mixed._lock
+
+
+@pytest.mark.parametrize("name", ["beam", "sampling", "constrained_beam"])
+def test_threads_translate_as_one(name: str) -> None:
+    """The threads read ahead and write by turns; a model used by two at once would mix up its states."""
+    translator = opened(config(name))
+    shallow = translator.at_exit("1-1")
+
+    def work(number: int) -> list[list[Any]]:
+        each = shallow if number % 2 else translator
+        details = each.stream(LINES, token_scores=True, alignment=True, alignment_layer=1, max_tokens=8 + number)
+        scores = each.score(LINES, LINES, max_tokens=20)
+        return [
+            [(best[0].text, best[0].alignment) for best in details],
+            [round(scored.log_prob, 3) for scored in scores],
+        ]
+
+    expected = [work(0), work(1)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(work, range(12)))
+    assert [each[0] for each in found] == [expected[number % 2][0] for number in range(12)]
+    for number, each in enumerate(found):
+        assert each[1] == pytest.approx(expected[number % 2][1], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("search", "options", "message"),
+    [
+        (BeamConfig(), {"constraints": [["a"]]}, "`constraints` needs search constrained_beam, but search.name=beam"),
+        (MaskPredictConfig(), {"prefix": ["a"]}, "`prefix` needs a search from left to right, but .*mask_predict"),
+        (
+            MaskPredictConfig(),
+            {"token_scores": True},
+            "`token_scores` needs a run that translates from left to right",
+        ),
+        (BeamConfig(), {"alignment_layer": 1}, "`alignment_layer` is for `alignment`, which is missing"),
+        (BeamConfig(), {"alignment": True}, "`alignment_layer` is required for a model of no run"),
+        (BeamConfig(), {"prefix": "a"}, "`prefix` must be a list of sentences, but is one string"),
+        (BeamConfig(), {"prefix": [3]}, "`prefix` must be a list of strings, but is 3"),
+        (config("constrained_beam"), {"constraints": ["a b"]}, "list of phrases for each sentence, but has 'a b'"),
+        (config("sampling"), {"nbest": 2}, "`nbest` must be at most `samples`, which is 1, but is 2"),
+    ],
+)
+def test_what_excludes_one_another_is_refused(search: SearchConfig, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(opened(search).stream(["a"], **options))
