@@ -27,6 +27,7 @@ from deepspeed_nmt.parallel.launched import Place
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import pieces as on_disk
 from deepspeed_nmt.run import translation
+from deepspeed_nmt.run.opening import Opened
 from deepspeed_nmt.run.translation import FileToTranslate, translate_in_pieces
 from deepspeed_nmt.search.beam import BeamConfig
 
@@ -54,7 +55,8 @@ def translator() -> Translator:
     sizes = {"dim": 16, "ffn_dim": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1}
     model = build_transformer(TransformerConfig(**sizes, share_embeddings="none"), Vocabulary(30)).eval()
     search = BeamConfig(beam=2, max_length_ratio=1.0, max_length_extra=3)
-    return Translator(model, Letters(), search, torch.device("cpu"), weights=["w"])  # type: ignore[arg-type]
+    opened = Opened((), "best", "top", ("w",))
+    return Translator(model, Letters(), search, torch.device("cpu"), opened=opened)  # type: ignore[arg-type]
 
 
 @pytest.fixture
