@@ -129,7 +129,7 @@ def test_a_stopped_translation_resumes(
     assert f"stopped by {signal.Signals(number).name}; 1 of 7 pieces are finished, in" in caplog.text
     calls: list[int] = []
     stream = translator.stream
-    monkeypatch.setattr(translator, "stream", lambda *a, **k: (calls.append(k["before"]), stream(*a, **k))[1])
+    monkeypatch.setattr(translator, "stream", lambda *a, **k: (calls.append(k["first_line"]), stream(*a, **k))[1])
     assert translate(translator, source) == 0
     assert source.with_name("target").read_text() == expected
     assert 0 < len(calls) < 7 and calls == sorted(calls), "finished pieces are not translated again"
