@@ -1,8 +1,8 @@
 """Division of sentences among rows of limited size, for the packed layout.
 
 Sentences have two lengths, and rows two sizes: of the source and of the target. Sentences go to rows one by one, the
-longest first, each to the row that has most room where the sentence needs it. So rows are filled evenly on both sides.
-Then sentences are exchanged until all fit.
+longest first, each to the row that has most room where the sentence needs it. So rows are filled evenly on both
+sides. Then sentences are exchanged until all fit.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def divide(lengths: Sizes, room: Sizes) -> Indices | None:
                 row = int(np.where(fits, useful, -np.inf).argmax())
         row_of[sentence] = row
         left[row] -= length
+    if np.count_nonzero(left.min(axis=1) < 0) > _EXCHANGES:
+        return None
     for _ in range(_EXCHANGES):
         fullest = int(left.min(axis=1).argmin())
         if left[fullest].min() >= 0:

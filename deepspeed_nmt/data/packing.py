@@ -36,6 +36,8 @@ _QUANTILES = np.linspace(0.0, 1.0, 33)
 """Quantiles of the updates' source tokens for which the source's rows may be made."""
 _SAMPLED_UPDATES, _SAMPLED_TOKENS = 24, 2**20
 """Most updates that are divided to determine the sizes, and most target tokens of these, if they are at least four."""
+_FAILED = 2
+"""Updates of the sample that cannot be divided into two shapes, from which on a ladder is taken."""
 _GAIN, _RUNGS_GAIN = 0.04, 0.02
 """Shares of positions that a ladder must save to be taken instead of two shapes, and the most rungs instead of fewer."""
 _LOADS = np.linspace(0.0, 1.0, 97)
@@ -135,11 +137,14 @@ def row_sizes(
     even = _even_divisions(updates, sample.tolist(), source, target, ranks, config)
     ladder, needed = _ladder(even, config.micro_tokens)
     two = _two_shapes(totals[0, full], totals, max(int(source.max()), int(target.max())), ranks, config)
-    taken = 0
+    taken = failed = 0
     for update in sample.tolist():
-        parts = itertools.chain(*pack_update(updates[update], source, target, ranks, config, two))
-        taken += sum(part.source + part.target for part in parts)
-    return ladder if needed < (1.0 - _GAIN) * taken else two
+        lengths = _checked(updates[update], source, target, config)
+        if (found := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
+            taken += int(found[1].sum())
+        elif (failed := failed + 1) >= _FAILED:
+            return ladder
+    return ladder if needed * (len(sample) - failed) < (1.0 - _GAIN) * taken * len(sample) else two
 
 
 def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: BatchConfig) -> RowSizes:
@@ -222,7 +227,9 @@ def _rungs(loads: Indices, number: int, bound: int) -> tuple[int, ...]:
     before = np.concatenate([[0], np.cumsum(counts)])
     # costs[i, j]: positions of the loads above sizes[i - 1] up to sizes[j], in rows of sizes[j].
     costs = np.where(
-        np.arange(len(sizes))[:, None] <= np.arange(len(sizes)), (before[None, 1:] - before[:-1, None]) * sizes, np.inf
+        np.arange(len(sizes))[:, None] <= np.arange(len(sizes)),
+        (before[None, 1:] - before[:-1, None]) * sizes,
+        np.inf,
     )
     best, previous = costs[0], [np.zeros(len(sizes), dtype=np.int64)]
     for _ in range(min(number, len(sizes)) - 1):

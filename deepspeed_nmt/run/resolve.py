@@ -111,7 +111,7 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         batch = resolve_layout(config, engine.precision, world.device)
         if config.batch.layout == "auto" and batch.layout == "packed":
-            batch = _less_empty(batch, data.corpus("train"), config.training.seed, world)
+            batch = less_empty(batch, data.corpus("train"), config.training.seed, world)
         _check_data(config, vocabulary, data, resumed=resumed)
         metrics, _ = config.validation.chosen(data.text_form)
         Scorer(metrics, data.text_form, [])  # imports what it needs
@@ -165,7 +165,7 @@ def layout_on(
     return layout
 
 
-def _less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> BatchConfig:
+def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> BatchConfig:
     """Return sizes of batches with the packed layout, or the padded one where that leaves clearly less empty.
 
     Raises:
