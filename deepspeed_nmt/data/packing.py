@@ -35,11 +35,11 @@ _MULTIPLE = 8
 _QUANTILES = np.linspace(0.0, 1.0, 33)
 """Quantiles of the updates' source tokens for which the source's rows may be made."""
 _SAMPLED_UPDATES, _SAMPLED_TOKENS = 24, 2**20
-"""Most updates that are divided to determine the sizes, and most target tokens of these, if they are at least four."""
+"""Most updates that are divided to determine the sizes, and most target tokens of these, but at least four."""
 _FAILED = 2
 """Updates of the sample that cannot be divided into two shapes, from which on a ladder is taken."""
 _GAIN, _RUNGS_GAIN = 0.04, 0.02
-"""Shares of positions that a ladder must save to be taken instead of two shapes, and the most rungs instead of fewer."""
+"""Shares of positions that a ladder must save to be taken for two shapes, and the most rungs for fewer."""
 _LOADS = np.linspace(0.0, 1.0, 97)
 """Quantiles of the rows' tokens that may be rungs."""
 _RUNGS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -226,11 +226,8 @@ def _rungs(loads: Indices, number: int, bound: int) -> tuple[int, ...]:
     counts = np.bincount(np.searchsorted(sizes, np.minimum(loads, sizes[-1])), minlength=len(sizes))
     before = np.concatenate([[0], np.cumsum(counts)])
     # costs[i, j]: positions of the loads above sizes[i - 1] up to sizes[j], in rows of sizes[j].
-    costs = np.where(
-        np.arange(len(sizes))[:, None] <= np.arange(len(sizes)),
-        (before[None, 1:] - before[:-1, None]) * sizes,
-        np.inf,
-    )
+    places = np.arange(len(sizes))
+    costs = np.where(places[:, None] <= places, (before[None, 1:] - before[:-1, None]) * sizes, np.inf)
     best, previous = costs[0], [np.zeros(len(sizes), dtype=np.int64)]
     for _ in range(min(number, len(sizes)) - 1):
         options = np.concatenate([[0.0], best[:-1]])[:, None] + costs
@@ -302,8 +299,8 @@ def largest_packed(
 ) -> PackedPart:
     """Return a micro-batch of an update in rows of the largest sizes; arguments as of :func:`pack_update`."""
     first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
-    large = (max(each) for each in zip((first.source, first.target), sizes.largest, strict=True))
-    return replace(first, **dict(zip(("source", "target"), large, strict=True)))
+    source_size, target_size = sizes.largest
+    return replace(first, source=max(first.source, source_size), target=max(first.target, target_size))
 
 
 def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSizes) -> tuple[Indices, Sizes] | None:
@@ -343,9 +340,9 @@ def _loads(lengths: Sizes, row_of: Indices, count: int) -> Sizes:
 def _checked(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Sizes:
     """Return source and target lengths of sentences, all of which must fit into a micro-batch."""
     lengths = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
-    if int(lengths.max()) > config.micro_tokens:
+    if (longest := int(lengths.max())) > config.micro_tokens:
         raise ConfigError(
-            f"batch.micro_tokens must be at least the longest sentence, which has {int(lengths.max())} tokens, but is "
+            f"batch.micro_tokens must be at least the longest sentence, which has {longest} tokens, but is "
             f"{config.micro_tokens}; raise it, or prepare the data with --max-length {config.micro_tokens - 1}"
         )
     return lengths

@@ -159,10 +159,15 @@ def layout_on(
             "packed; set batch.layout=auto"
         )
     if layout == "auto":
-        fast = capability is not None and capability >= (8, 0) and precision != "fp32"
+        fast = has_packed_kernel(precision, capability)
         drops_weights = getattr(model, "attention_dropout", 0.0) > 0.0
         layout = "packed" if fast and model.packed and not drops_weights else "padded"
     return layout
+
+
+def has_packed_kernel(precision: Precision, capability: tuple[int, int] | None) -> bool:
+    """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
+    return capability is not None and capability >= (8, 0) and precision != "fp32"
 
 
 def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> BatchConfig:
@@ -177,8 +182,8 @@ def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> B
         return batch
     if world.is_main:
         logger.info(
-            "batch.layout=auto is padded: with these lengths %.1f%% of packed positions would be empty, and %.1f%% of "
-            "padded ones are; batch.layout=packed packs all the same",
+            "batch.layout=auto is padded: with these lengths %.1f%% of packed positions would be empty, and %.1f%% "
+            "of padded ones are; batch.layout=packed packs all the same",
             100.0 * packed.empty,
             100.0 * padded.empty,
         )
@@ -215,6 +220,17 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
             )
 
 
+def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
+    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups.
+
+    Raises:
+        ConfigError: if ``engine.tensor_parallel`` does not divide it.
+    """
+    tensor_ranks = config.engine.tensor_parallel
+    if ranks % tensor_ranks:
+        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
+
+
 def make_planner(
     config: RunConfig,
     vocabulary: Vocabulary,
@@ -236,9 +252,8 @@ def make_planner(
     Raises:
         ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
+    check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
-    if ranks % tensor_ranks:
-        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
     counted = {} if counted is None else counted
     choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
     key = repr((config.model, config.layer, config.objective, vocabulary, choice))

@@ -249,4 +249,5 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
             assert resolve.less_empty(batch, corpus, 1, world).layout == expected
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
+    batch = BatchConfig(update_tokens=900, micro_tokens=900, layout="packed")
     assert resolve.less_empty(batch, corpus, 1, world).layout == "packed", "of these lengths, really compared"
