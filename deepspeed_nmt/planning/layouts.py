@@ -10,7 +10,7 @@ from deepspeed_nmt.data.packing import pack_update, row_sizes
 
 _SAMPLED_UPDATES = 50
 """Updates that are cut in either layout."""
-_MARGIN = 0.01
+_MARGIN = 0.03
 """Share of positions by which packed micro-batches may be emptier, since they are fewer."""
 
 

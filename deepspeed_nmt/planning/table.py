@@ -42,9 +42,9 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
     width = max(12, *map(len, columns)) + 2
     lines = [f"{'GiB on a GPU':<14}" + "".join(f"{name:>{width}}" for name in columns)]
     for part in PARTS:
-        cells = (f"{plan.parts[part] / GIB:.2f}" for plan in columns.values())
-        marked = (f"({cell})" if part in plan.absent else f"{cell} " for cell, plan in zip(cells, columns.values()))
-        lines.append(f"{part:<14}" + "".join(f"{cell:>{width + 1}}" for cell in marked))
+        cells = ((f"{plan.parts[part] / GIB:.2f}", part in plan.absent) for plan in columns.values())
+        marked = (f"({cell})" if absent else cell for cell, absent in cells)
+        lines.append(f"{part:<14}" + "".join(f"{cell:>{width}}" for cell in marked))
     lines.append(f"{'total':<14}" + "".join(f"{plan.total / GIB:>{width}.2f}" for plan in columns.values()))
     fits = ["yes" if plan.fits(gpu.usable_gib) else "no" for plan in columns.values()]
     lines.append(f"{'fits':<14}" + "".join(f"{word:>{width}}" for word in fits))

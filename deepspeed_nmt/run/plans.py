@@ -96,7 +96,7 @@ def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory
     found: Vocabulary = tokenizer.vocabulary
     if sizes is not None and (given.source.size, given.size) != (found.source.size, found.size):
         raise ConfigError(
-            f"--vocab-size must be that of --data, {tokens_of(found)}, but is {sizes}; leave it out, or leave out --data"
+            f"--vocab-size must be that of --data, {tokens_of(found)}, but is {sizes}; leave out one of the two"
         )
     return found
 

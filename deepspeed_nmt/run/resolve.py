@@ -26,7 +26,6 @@ from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.nn.compiled import check_compiler
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
@@ -116,8 +115,6 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         metrics, _ = config.validation.chosen(data.text_form)
         Scorer(metrics, data.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-        if config.engine.compile == "layers":
-            check_compiler(world.device)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):

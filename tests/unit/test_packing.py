@@ -238,10 +238,10 @@ def test_models_of_one_sentence_a_row_are_not_packed() -> None:
 def test_auto_falls_back_to_padded_where_that_is_fuller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    corpus = random_corpus(tmp_path, pairs=200, vocab=50, seed=2)
-    batch = BatchConfig(update_tokens=600, micro_tokens=200, layout="packed")
+    corpus = random_corpus(tmp_path, pairs=3000, vocab=50, seed=2)
+    batch = BatchConfig(update_tokens=2048, micro_tokens=1024, layout="packed")
     world = World(0, 1, 0, torch.device("cpu"))
-    for packed, expected in ((0.3, "padded"), (0.105, "packed")):
+    for packed, expected in ((0.3, "padded"), (0.125, "packed")):
         found = [Yield("padded", 2.0, 100.0, 0.1, 9), Yield("packed", 1.0, 100.0, packed, 2)]
         monkeypatch.setattr(resolve, "yields", lambda *_, found=found, **__: found)
         caplog.clear()
@@ -249,5 +249,4 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
             assert resolve.less_empty(batch, corpus, 1, world).layout == expected
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
-    batch = BatchConfig(update_tokens=900, micro_tokens=900, layout="packed")
     assert resolve.less_empty(batch, corpus, 1, world).layout == "packed", "of these lengths, really compared"
