@@ -18,6 +18,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments
@@ -186,6 +187,12 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiled.torch, "compile", lambda function: fail)
     with pytest.raises(ConfigError, match=r"fails on cpu: No working C\+\+ compiler found; install .*compile=off"):
         check_compiler(torch.device("cpu"))
+
+
+def test_compile_is_off_or_layers() -> None:
+    assert load_config(settings=["engine.compile=off"]).engine.compile == "off"
+    with pytest.raises(ConfigError, match=r"engine\.compile must be off or layers, but is true \(as YAML reads yes"):
+        load_config(settings=["engine.compile=yes"])
 
 
 def test_a_directory_that_hides_a_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
