@@ -2,6 +2,8 @@
 
     python benchmarks/launches.py [--norm pre] [--tokens 8192]
 
+It needs Triton, which defines the kernels; CUDA builds of torch include it, for others `pip install triton`.
+
 One micro-batch of a BIG Transformer (16-bit weights, dropout 0.1) runs forward and backward on the meta device, with
 the kernels that are expected on an H100. A layer's count is the difference between two models of which one has one
 layer more. The rules:
@@ -36,7 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels import attention, triton_ops
+from deepspeed_nmt.kernels import attention
+from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -124,6 +127,7 @@ class Launches(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[Launches]:
         """Count what runs in the block, including Triton's kernels and attention."""
+        from deepspeed_nmt.kernels import triton_ops  # imports Triton
 
         def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
             self.launch(_tensors(arguments))
@@ -212,6 +216,10 @@ def main() -> None:
     parser.add_argument("--norm", choices=("pre", "post", "deepnorm"), default="pre", help="(default: %(default)s)")
     parser.add_argument("--activation", choices=("relu", "gelu"), default="relu", help="(default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.tokens < LENGTH:
+        parser.error(f"--tokens must be at least {LENGTH}, the length of a sentence, but is {arguments.tokens}")
+    if not is_installed("softmax", "triton"):
+        parser.error("this needs Triton, which is not installed; run `pip install triton`")
     sys.stdout.write("layer      kernels  forward + backward    kB a token  forward + backward\n")
     layers = count_layers(arguments.tokens, norm=arguments.norm, activation=arguments.activation)
     for name, found in zip(("encoder", "decoder"), layers, strict=True):

@@ -50,6 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=12, help="updates to time (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.updates < 1:
+        parser.error(f"--updates must be at least 1, but is {arguments.updates}")
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 20000, VOCABULARY)
         runs = {}

@@ -195,6 +195,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help="number of batches to measure (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, but is {arguments.rounds}")
     variants = {
         "reference": (reference_step(), nothing),
         "ours": (our_step(), nothing),

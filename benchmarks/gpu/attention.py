@@ -9,7 +9,6 @@ cached; `one_ms` over as many calls with one of the shapes. `kernel_ms` is the t
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from deepspeed_nmt.data.batching import BatchConfig, cut_update, epoch_updates
 from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.segments import SegmentPair, Segments, attention_by_varlen, has_varlen
 
 SHAPES, HEADS, TINY_HEADS, WIDTH = 200, 16, 2, 64
 KINDS = ("encoder", "decoder", "cross")
@@ -96,27 +96,23 @@ def packed_call(kind: str, sentences: Sentences, dtype: torch.dtype, bench: Benc
     """Return a function that attends over sentences packed end to end, forward and backward."""
     if not bench.on_gpu:
         raise Skipped("varlen attention needs a GPU")
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise Skipped(f"this torch has no varlen attention: {error}") from error
-    parameters = inspect.signature(varlen_attn).parameters
-    causal = kind == "decoder"
-    # The signature has changed between versions of torch.
-    options = {"is_causal": causal} if "is_causal" in parameters else {"window_size": (-1, 0 if causal else -1)}
 
-    def side(lengths: list[int], count: int) -> tuple[Tensor, list[Tensor]]:
-        ends = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=bench.device)
-        shape = (sum(lengths), HEADS, WIDTH)
-        made = [torch.randn(shape, dtype=dtype, device=bench.device).requires_grad_() for _ in range(count)]
-        return ends, made
+    def side(lengths: list[int], count: int) -> tuple[Segments, list[Tensor]]:
+        # A row as training has it: a multiple of 8, with a tail.
+        size = sum(lengths) // 8 * 8 + 8
+        shape = (1, size, HEADS, WIDTH)
+        made = [torch.randn(shape, dtype=dtype, device=bench.device).transpose(1, 2) for _ in range(count)]
+        segments = Segments.of(lengths, size).to(lambda tensor: tensor.to(bench.device))
+        return segments, [each.requires_grad_() for each in made]
 
-    ends_q, (q,) = side(sentences.queries, 1)
-    ends_k, (k, v) = side(sentences.keys, 2)
-    longest_q, longest_k, upstream = max(sentences.queries), max(sentences.keys), torch.randn_like(q)
+    segments_q, (q,) = side(sentences.queries, 1)
+    segments_k, (k, v) = side(sentences.keys, 2)
+    if not has_varlen(q, 0.0):
+        raise Skipped("varlen attention needs sm_80, and torch.nn.attention.varlen")
+    pair, upstream = SegmentPair(segments_q, segments_k), torch.randn_like(q)
 
     def once() -> object:
-        out = varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, **options)
+        out = attention_by_varlen(q, k, v, pair, kind == "decoder")
         return torch.autograd.grad(out, (q, k, v), upstream)
 
     return once

@@ -9,6 +9,7 @@
 # The exit status is 1 if any part failed.
 set -uo pipefail
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
+here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 python="${PYTHON:-python3}"
 parts=() options=() out=""
@@ -33,6 +34,7 @@ done
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 out="${out:-$(mktemp -d)}"
+case "$out" in /*) ;; *) out="$here/$out" ;; esac
 site=""
 if compgen -G ".gpu/*.whl" >/dev/null; then
     site="$scratch/site"

@@ -16,16 +16,13 @@ A sweep is a grid of settings around a recipe, for example of a figure in a pape
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
-    from deepspeed_nmt.core.vocabulary import Vocabulary
     from deepspeed_nmt.planning.gpus import Gpu
     from deepspeed_nmt.run.plans import Planned
 
-_VOCAB_SIZE = "32000"
 _MAX_GPUS = 1_000_000
 _NUM_GPUS, _MFU = 1, 0.3
 HELP = "plan memory and speed of a recipe, or list a sweep"
@@ -33,18 +30,19 @@ HELP = "plan memory and speed of a recipe, or list a sweep"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    subject = parser.add_mutually_exclusive_group(required=True)
+    subject = parser.add_mutually_exclusive_group()
     subject.add_argument("--recipe", metavar="NAME", help="named experiment to plan")
     subject.add_argument("--sweep", metavar="NAME", help="named grid of settings to list or plan")
+    parser.add_argument("--config", metavar="F", help="YAML file of settings, which override the recipe")
     parser.add_argument(
         "--point", type=int, metavar="I", help="print this point of the sweep, counted from 1, for `train`"
     )
     parser.add_argument(
         "--vocab-size",
         metavar="V",
-        help="size of the vocabulary, or SOURCE,TARGET (default: those of the recipe's BERTs, or 32000)",
+        help="size of the vocabulary, or SOURCE,TARGET (default: those of --data, of the recipe's BERTs, or 32000)",
     )
-    parser.add_argument("--data", metavar="DIR", help="print what each layout of batches makes of this data")
+    parser.add_argument("--data", metavar="DIR", help="data to plan for; prints what each layout makes of it")
     parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
     parser.add_argument(
         "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
@@ -82,29 +80,35 @@ def run(arguments: argparse.Namespace) -> int:
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
-    from deepspeed_nmt.run.plans import Plans, layout_yields
+    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields, planned_vocabulary, tokens_of
 
-    plans = Plans()
+    plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
+    data = None if arguments.data is None else DataDirectory.open(Path(arguments.data))
     for number, (recipe, settings) in enumerate(points, 1):
-        config = load_config(recipe, settings=[*settings, *arguments.settings]).resolved()
-        vocabulary = _vocabulary(arguments.vocab_size, config)
+        config = load_config(recipe, file, [*settings, *arguments.settings]).resolved()
+        recipe, precision = recipe or str(file), None
+        vocabulary = planned_vocabulary(arguments.vocab_size, config, data)
         trained, count = plans.parameters(config, vocabulary)
         result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         if trained != count:
             result["trained"] = trained
         if arguments.sweep is not None:
             result = {"point": number, **result, "settings": settings}
-        text = f"{recipe} with a vocabulary of {_tokens(vocabulary)}: {count:,} parameters"
+        text = f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
         if trained != count:
             text += f", {trained:,} of them trained"
         if gpu is not None:
-            planned, table = _plan(plans.on(gpu, arguments.num_gpus, config, vocabulary), config, arguments, gpu)
+            on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
+            precision = on_gpu.engine.precision
+            planned, table = _plan(on_gpu, config, arguments, gpu)
             result, text = {**result, **planned}, f"{text}\n{table}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
-        if arguments.data is not None:
-            found = layout_yields(config, Path(arguments.data), arguments.num_gpus)
-            result["layouts"], text = [vars(each) for each in found], "\n".join([text, *map(str, found)])
+        if data is not None:
+            found = layout_yields(config, data, arguments.num_gpus)
+            lines = [text, *map(str, found), *layout_notes(config, found, gpu, precision)]
+            result["layouts"], text = [vars(each) for each in found], "\n".join(lines)
         output(json.dumps(result) if arguments.json else text)
     return 0
 
@@ -114,7 +118,11 @@ def _check(arguments: argparse.Namespace) -> None:
     from deepspeed_nmt.errors import ConfigError, shown
 
     problems = []
-    sizes = (arguments.vocab_size or _VOCAB_SIZE).split(",")
+    if arguments.recipe is None and arguments.sweep is None and arguments.config is None:
+        problems.append("--recipe, --config or --sweep is required, but missing; give one of them")
+    if arguments.sweep is not None and arguments.config is not None:
+        problems.append("--sweep plans recipes, but --config is given; leave out one of them")
+    sizes = ("4" if arguments.vocab_size is None else arguments.vocab_size).split(",")
     if len(sizes) > 2 or not all(map(_is_size, sizes)):
         problems.append(
             f"--vocab-size must be from 4 to {MAX_VOCABULARY:,}, or two such numbers, but is "
@@ -146,21 +154,6 @@ def _is_size(text: str) -> bool:
     from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
 
     return text.isdecimal() and len(text) < 20 and 4 <= int(text) <= MAX_VOCABULARY
-
-
-def _vocabulary(sizes: str | None, config: RunConfig) -> Vocabulary:
-    from deepspeed_nmt.core.vocabulary import Vocabulary
-
-    if sizes is None and (own := config.model.own_vocabulary()) is not None:
-        return own
-    *source, target = (Vocabulary(int(size)) for size in (sizes or _VOCAB_SIZE).split(","))
-    return replace(target, own_source=source[0]) if source else target
-
-
-def _tokens(vocabulary: Vocabulary) -> str:
-    if vocabulary.own_source is None:
-        return f"{vocabulary.size:,}"
-    return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
 
 
 def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:

@@ -65,6 +65,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
     from deepspeed_nmt.console import log_to, logger, setup_logging
+    from deepspeed_nmt.nn.compiled import check_compiler
     from deepspeed_nmt.parallel.agreement import fail_together
     from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -91,6 +92,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     lock = None
     try:
         check_ranks_agree(config, data, world)
+        if engine.compile == "layers":
+            with fail_together(world):  # before anything is written
+                check_compiler(world.device)
         with fail_together(world):
             if world.is_main:
                 lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)

@@ -48,7 +48,7 @@ def packed_row(sentences: Sequence[NDArray[Any]], size: int, pad: int) -> tuple[
 
     Args:
         sentences: tokens of each sentence.
-        size: N, the number of tokens in the row; at least one more than the sentences have.
+        size: N, the number of tokens in the row; at least as many as the sentences have.
         pad: padding token.
 
     Shape: -> (1,N)

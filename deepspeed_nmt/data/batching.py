@@ -194,6 +194,10 @@ def cut_update(
     count = max(1, -(-int(np.maximum(s, t).sum()) // (ranks * config.micro_tokens)))
     while True:
         bounds = _balanced_cut(s, t, ranks * count)
+        if _padded(s, t, bounds).max() > config.micro_tokens:
+            # The search for the smallest size ends near it, perhaps above a bound that can be kept.
+            exact = _greedy_cut(s, t, config.micro_tokens, ranks * count)
+            bounds = bounds if exact is None else exact
         if _padded(s, t, bounds).max() <= config.micro_tokens and (
             _padding(s, t, bounds) <= config.max_padding or ranks * count >= len(indices)
         ):

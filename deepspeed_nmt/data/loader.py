@@ -27,7 +27,7 @@ from deepspeed_nmt.data.batching import (
     largest_micro_batch,
 )
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.packing import PackedPart, RowSizes, pack_update, row_sizes
+from deepspeed_nmt.data.packing import Ladder, PackedPart, RowSizes, largest_packed, pack_update, row_sizes
 
 T = TypeVar("T")
 
@@ -184,7 +184,7 @@ class TrainLoader:
     ) -> None:
         check_lengths(corpus.source_lengths, corpus.target_lengths, config)
         self.corpus = corpus
-        self._sizes: RowSizes | None = None
+        self._sizes: RowSizes | Ladder | None = None
         self.config = config
         self.seed = seed
         self.rank = rank
@@ -216,15 +216,13 @@ class TrainLoader:
         """
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
         if self.config.layout == "packed":
-            sizes = self.row_sizes
-            first = pack_update(self._epoch(0)[0], source, target, self.ranks, self.config, sizes)[0][0]
-            part = replace(first, source=sizes.long)
+            part = largest_packed(self._epoch(0)[0], source, target, self.ranks, self.config, self.row_sizes)
             return collate_packed(self.corpus, part, self.vocabulary, self._info(part.sentences, 0))
         indices = largest_micro_batch(self._epoch(0), source, target, self.ranks, self.config)
         return collate(self.corpus, indices, self.vocabulary, self._info(indices, 0))
 
     @property
-    def row_sizes(self) -> RowSizes:
+    def row_sizes(self) -> RowSizes | Ladder:
         """Sizes of the rows of micro-batches in the packed layout."""
         if self._sizes is None:
             source, target = self.corpus.source_lengths, self.corpus.target_lengths

@@ -1,12 +1,17 @@
-"""Micro-batches of the packed layout: sentences end to end in rows of constant size.
+"""Micro-batches of the packed layout: sentences end to end in rows of few sizes.
 
 An update's sentences are divided among ranks x n micro-batches, each of which has one row of source tokens and one
-of target tokens, of at most ``micro_tokens``. What the sentences leave empty is the row's tail. The sizes of the rows
-are determined once for a run, so that kernels are chosen, and layers compiled, for two shapes.
+of target tokens, of at most ``micro_tokens``. What the sentences leave empty is the row's tail, one position at least
+unless the row has ``micro_tokens``: kernels know an empty tail, but it is rarely tried. The sizes of the rows are
+determined once for a run, so that kernels are chosen, and layers compiled, for few shapes:
 
-Two are needed, because updates have equally many target tokens, but not source tokens: with the grains of
-:mod:`deepspeed_nmt.data.batching` these vary by 15%, if lengths are those of news text. So a target's row has one
-size, and a source's row is short or long. Each update takes as many micro-batches with long rows as its sources need.
+- Two shapes, if lengths are even. Updates have equally many target tokens, but not source tokens: with the grains of
+  :mod:`deepspeed_nmt.data.batching` these vary by 15%, if lengths are those of news text. So a target's row has one
+  size, and a source's row is short or long. Each update takes as many micro-batches with long rows as its sources
+  need (:class:`RowSizes`).
+- More, if the updates of a sample show that two leave more empty than a few percent: where the ratio of the lengths
+  varies, or sentences are nearly as long as a row. Then sentences are divided evenly, and each row has the smallest
+  of several sizes that holds them (:class:`Ladder`).
 
 Sentences of all lengths are mixed in a micro-batch, so ranks have nearly equal work. Within it they are sorted by
 length.
@@ -15,12 +20,12 @@ length.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepspeed_nmt.data.batching import BatchConfig, EpochUpdates, Indices, Lengths, by_length
+from deepspeed_nmt.data.division import Sizes, divide
 from deepspeed_nmt.errors import ConfigError
 
 _SPARE = 1.004
@@ -29,15 +34,58 @@ _MULTIPLE = 8
 """Number that divides the sizes: matrix products in 16 bit are fast for such."""
 _QUANTILES = np.linspace(0.0, 1.0, 33)
 """Quantiles of the updates' source tokens for which the source's rows may be made."""
-_TRIED = 64
-"""Sentences of a micro-batch among which one to exchange is sought."""
-_EXCHANGES = 300
-"""Most exchanges of sentences between micro-batches until an update is divided in another way."""
+_SAMPLED_UPDATES, _SAMPLED_TOKENS = 24, 2**20
+"""Most updates that are divided to determine the sizes, and most target tokens of these, but at least four."""
+_FAILED = 2
+"""Updates of the sample that cannot be divided into two shapes, from which on a ladder is taken."""
+_GAIN, _RUNGS_GAIN = 0.04, 0.02
+"""Shares of positions that a ladder must save to be taken for two shapes, and the most rungs for fewer."""
+_LOADS = np.linspace(0.0, 1.0, 97)
+"""Quantiles of the rows' tokens that may be rungs."""
+_RUNGS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of rungs, for either side, that are tried."""
+_STEPS = 16
+"""Sizes above a ladder, which are multiples of ``micro_tokens`` / _STEPS."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Sizes of rows among which each row takes the smallest that holds its sentences.
+
+    Attributes:
+        source: sizes of the source's rows, ascending.
+        target: sizes of the target's rows, ascending.
+    """
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Sizes of the largest rows that are expected, of source and target."""
+        return self.source[-1], self.target[-1]
+
+    def shapes(self, loads: Sizes, bound: int) -> Sizes:
+        """Return the sizes of rows that hold some tokens. An empty micro-batch has one position on either side.
+
+        Args:
+            loads: source and target tokens of each micro-batch. Shape: (micro_batches, 2)
+            bound: tokens of the largest row.
+
+        Shape: -> (micro_batches, 2)
+        """
+        found = []
+        for load, rungs in zip(loads.T, (self.source, self.target), strict=True):
+            # A load above those of the sample takes a coarser size, so that few are added.
+            above = np.arange(1, _STEPS + 1) * -(-bound // _STEPS)
+            sizes = np.array([*rungs, *above[above > rungs[-1]].clip(max=bound)])
+            found.append(np.where(load > 0, sizes[np.searchsorted(sizes, np.minimum(load + 1, bound))], 1))
+        return np.stack(found, axis=1)
 
 
 @dataclass(frozen=True)
 class RowSizes:
-    """Sizes in tokens of the rows of a run's micro-batches.
+    """Sizes in tokens of the rows of a run's micro-batches, in two shapes.
 
     Attributes:
         target: of every target's row.
@@ -49,7 +97,12 @@ class RowSizes:
     short: int
     long: int
 
-    def shapes(self, micro_batches: int, long: int) -> NDArray[np.int64]:
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Sizes of the largest rows, of source and target."""
+        return self.long, self.target
+
+    def shapes(self, micro_batches: int, long: int) -> Sizes:
         """Return the sizes of rows, source and target, of micro-batches, ``long`` of which have long source rows.
 
         Shape: -> (micro_batches, 2)
@@ -58,7 +111,9 @@ class RowSizes:
         return np.stack([sources, np.full(micro_batches, self.target)], axis=1)
 
 
-def row_sizes(updates: EpochUpdates, source: Lengths, target: Lengths, ranks: int, config: BatchConfig) -> RowSizes:
+def row_sizes(
+    updates: EpochUpdates, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+) -> RowSizes | Ladder:
     """Determine the sizes of the rows of a run, a function of the arguments alone.
 
     Args:
@@ -67,30 +122,124 @@ def row_sizes(updates: EpochUpdates, source: Lengths, target: Lengths, ranks: in
         target: target lengths, EOS included. Shape: (sentences,)
         ranks: number of data-parallel ranks.
         config: bounds of a micro-batch.
+
+    Raises:
+        ConfigError: if a single sentence of the sample does not fit.
     """
     starts = updates.bounds[:-1]
-    sources, targets = (np.add.reduceat(each[updates.order], starts, dtype=np.int64) for each in (source, target))
-    bound, most = config.micro_tokens, max(int(sources.max()), int(targets.max()))
-    count = ranks * max(1, -(-int(_SPARE * most) // (ranks * max(1, bound - _MULTIPLE))))
+    totals = np.stack([np.add.reduceat(each[updates.order], starts, dtype=np.int64) for each in (source, target)])
+    full = np.flatnonzero(totals[1] > 0.9 * np.median(totals[1]))  # without the rest at the end of the epoch
+    # The sample has updates with few and with many source tokens.
+    number = max(4, min(_SAMPLED_UPDATES, _SAMPLED_TOKENS // max(1, int(np.median(totals[1])))))
+    ranked = full[np.argsort(totals[0, full], kind="stable")]
+    sample = ranked[np.unique(np.linspace(0, len(ranked) - 1, number).astype(int))]
+
+    even = _even_divisions(updates, sample.tolist(), source, target, ranks, config)
+    ladder, needed = _ladder(even, config.micro_tokens)
+    two = _two_shapes(totals[0, full], totals, max(int(source.max()), int(target.max())), ranks, config)
+    taken = failed = 0
+    for update in sample.tolist():
+        lengths = _checked(updates[update], source, target, config)
+        if (found := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
+            taken += int(found[1].sum())
+        elif (failed := failed + 1) >= _FAILED:
+            return ladder
+    return ladder if needed * (len(sample) - failed) < (1.0 - _GAIN) * taken * len(sample) else two
+
+
+def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: BatchConfig) -> RowSizes:
+    """Choose the sizes for two shapes, which need the fewest positions if sentences can be divided at will.
+
+    Args:
+        full: source tokens of all updates but the rest of the epoch. Shape: (updates,)
+        totals: source and target tokens of all updates. Shape: (2, updates)
+        longest: tokens of the longest sentence.
+        ranks: number of data-parallel ranks.
+        config: bounds of a micro-batch.
+    """
+    bound = config.micro_tokens
+    count = ranks * max(1, -(-int(_SPARE * totals.max()) // (ranks * max(1, bound - _MULTIPLE))))
 
     def size(tokens: float) -> int:
-        # One position at least is left for the tail, and the longest sentence fits.
-        least = int(max(source.max(), target.max())) + 1
-        return min(bound, _rounded(max(least, _SPARE * tokens / count + 1)))
+        return min(bound, _rounded(max(longest, _SPARE * tokens / count) + 1))
 
-    full = sources[targets > 0.9 * np.median(targets)]  # without the rest at the end of the epoch
     wanted = sorted({size(tokens) for tokens in np.quantile(full, _QUANTILES)})
     pairs = [(short, long) for short, long in itertools.product(wanted, wanted) if short <= long]
-    rows = size(targets.max())
+    rows = size(totals[1].max())
 
     def positions(pair: tuple[int, int]) -> float:
         """Return the mean number of positions in the rows of an update."""
         short, long = pair
-        counts = np.where(_SPARE * full > count * long, count + ranks, count)
+        counts = np.maximum(count, ranks * np.ceil(_SPARE * full / (ranks * long)))
         longs = np.ceil((_SPARE * full - counts * short) / max(1, long - short)).clip(0, counts)
         return float((counts * (short + rows) + longs * (long - short)).mean())
 
     return RowSizes(rows, *min(pairs, key=positions))
+
+
+def _even_divisions(
+    updates: EpochUpdates, sample: list[int], source: Lengths, target: Lengths, ranks: int, config: BatchConfig
+) -> Sizes:
+    """Return the source and target tokens of each micro-batch of some updates that are divided evenly.
+
+    Shape: -> (micro_batches, 2)
+    """
+    found = []
+    for update in sample:
+        lengths = _checked(updates[update], source, target, config)
+        row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
+        found.append(_loads(lengths, row_of, count))
+    return np.concatenate(found)
+
+
+def _ladder(loads: Sizes, bound: int) -> tuple[Ladder, int]:
+    """Choose the sizes of rows for some micro-batches, as few as waste little, and count the positions needed.
+
+    Args:
+        loads: source and target tokens of each micro-batch. Shape: (micro_batches, 2)
+        bound: tokens of the largest row.
+    """
+    chosen: tuple[Ladder, int] | None = None
+    finest = Ladder(*(_rungs(side, _RUNGS[-1], bound) for side in loads.T))
+    for number in _RUNGS:
+        ladder = Ladder(*(_rungs(side, number, bound) for side in loads.T))
+        chosen = ladder, int(ladder.shapes(loads, bound).sum())
+        if (1.0 - _RUNGS_GAIN) * chosen[1] <= finest.shapes(loads, bound).sum():
+            break
+    assert chosen is not None
+    return chosen
+
+
+def _rungs(loads: Indices, number: int, bound: int) -> tuple[int, ...]:
+    """Return at most ``number`` sizes that hold some loads with the fewest positions in all.
+
+    They are found by dynamic programming over the quantiles of the loads.
+
+    Args:
+        loads: tokens of each row on one side. Shape: (micro_batches,)
+        number: of sizes.
+        bound: largest size.
+    """
+    loads = np.minimum(loads + 1, bound)
+    needed = np.minimum(bound, -(-np.quantile(loads, _LOADS).astype(np.int64) // _MULTIPLE) * _MULTIPLE)
+    sizes = np.unique(np.maximum(needed, min(bound, _MULTIPLE)))
+    counts = np.bincount(np.searchsorted(sizes, np.minimum(loads, sizes[-1])), minlength=len(sizes))
+    before = np.concatenate([[0], np.cumsum(counts)])
+    # costs[i, j]: positions of the loads above sizes[i - 1] up to sizes[j], in rows of sizes[j].
+    places = np.arange(len(sizes))
+    costs = np.where(places[:, None] <= places, (before[None, 1:] - before[:-1, None]) * sizes, np.inf)
+    best, previous = costs[0], [np.zeros(len(sizes), dtype=np.int64)]
+    for _ in range(min(number, len(sizes)) - 1):
+        options = np.concatenate([[0.0], best[:-1]])[:, None] + costs
+        previous.append(options.argmin(axis=0))
+        best = options.min(axis=0)
+    rungs, last = [], len(sizes)
+    for first in reversed(previous):
+        if last == 0:
+            break
+        rungs.append(int(sizes[last - 1]))
+        last = int(first[last - 1])
+    return tuple(reversed(rungs))
 
 
 @dataclass(frozen=True)
@@ -109,7 +258,7 @@ class PackedPart:
 
 
 def pack_update(
-    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes
+    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes | Ladder
 ) -> list[list[PackedPart]]:
     """Divide an update's sentences into micro-batches of packed rows, equally many for every rank.
 
@@ -128,82 +277,75 @@ def pack_update(
         ConfigError: if a single sentence does not fit.
     """
     indices = indices[by_length(source[indices], target[indices])]
-    lengths = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
-    if int(lengths.max()) >= config.micro_tokens:
-        raise ConfigError(
-            "batch.micro_tokens must be above the longest sentence in the packed layout, which has "
-            f"{int(lengths.max())} tokens, but is {config.micro_tokens}; raise it, or set batch.layout=padded"
-        )
-    sources, targets = (int(_SPARE * total) for total in lengths.sum(axis=0))
-    count = ranks * max(1, -(-max(-(-targets // sizes.target), -(-sources // sizes.long)) // ranks))
-    long = max(0, -(-(sources - count * sizes.short) // max(1, sizes.long - sizes.short)))
-    while (groups := _divide(lengths, shapes := sizes.shapes(count, long))) is None:
-        if long < count:
-            long += 1
-        else:
-            count, long = count + ranks, 0
-    parts = [
-        PackedPart(indices[groups == number], *(int(size) for size in shape)) for number, shape in enumerate(shapes)
-    ]
+    lengths = _checked(indices, source, target, config)
+    found = None
+    if isinstance(sizes, RowSizes):
+        found = _divide_into_two_shapes(lengths, ranks, config.micro_tokens, sizes)
+    if found is None:
+        row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
+        loads = _loads(lengths, row_of, count)
+        ladder = sizes if isinstance(sizes, Ladder) else Ladder((sizes.short, sizes.long), (sizes.target,))
+        shapes = ladder.shapes(loads, config.micro_tokens)
+    else:
+        row_of, shapes = found
+    parts = [PackedPart(indices[row_of == row], *map(int, shape)) for row, shape in enumerate(shapes)]
+    if found is None:  # ranks have micro-batches of like size at the same time
+        parts.sort(key=lambda part: part.source + part.target, reverse=True)
     return [parts[rank::ranks] for rank in range(ranks)]
 
 
-def _divide(lengths: NDArray[np.int64], shapes: NDArray[np.int64]) -> Indices | None:
-    """Divide sentences, sorted by target length, among rows; return the number of each one's rows, or None.
+def largest_packed(
+    indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig, sizes: RowSizes | Ladder
+) -> PackedPart:
+    """Return a micro-batch of an update in rows of the largest sizes; arguments as of :func:`pack_update`."""
+    first = pack_update(indices, source, target, ranks, config, sizes)[0][0]
+    source_size, target_size = sizes.largest
+    return replace(first, source=max(first.source, source_size), target=max(first.target, target_size))
 
-    One sentence after another of nearly equal target length goes to each micro-batch, that with the longest source
-    to where most room is left for sources. Then sentences are exchanged until all fit.
 
-    Shape: (sentences, 2), (micro-batches, 2) -> (sentences,)
+def _divide_into_two_shapes(lengths: Sizes, ranks: int, bound: int, sizes: RowSizes) -> tuple[Indices, Sizes] | None:
+    """Divide sentences among the fewest rows of two shapes.
+
+    Returns:
+        The row of each sentence, and the sizes of the rows; None if the sentences were not fitted into them.
     """
-    count, room = len(shapes), shapes - 1  # a position is left for the tail
-    room = room.copy()
-    group_of = np.empty(len(lengths), dtype=np.int64)
-    for start in range(0, len(lengths), count):
-        chunk = lengths[start : start + count]
-        by_source, by_room = np.argsort(-chunk[:, 0], kind="stable"), np.argsort(-room[:, 0], kind="stable")
-        chosen = by_room[: len(chunk)]
-        group_of[start + by_source] = chosen
-        room[chosen] -= chunk[by_source]
-    for _ in range(_EXCHANGES):
-        short = room.min(axis=1)
-        giver = int(short.argmin())
-        if short[giver] >= 0:
-            return group_of
-        if not _exchange(lengths, group_of, room, giver):
+    sources, targets = (int(_SPARE * total) for total in lengths.sum(axis=0))
+    count = ranks * max(1, -(-max(-(-targets // sizes.target), -(-sources // sizes.long)) // ranks))
+    least = min(count, max(0, -(-(sources - count * sizes.short) // max(1, sizes.long - sizes.short))))
+    more = 0
+    while True:
+        shapes = sizes.shapes(count, min(count, least + more))
+        if (row_of := divide(lengths, np.where(shapes < bound, shapes - 1, bound))) is not None:
+            return row_of, shapes
+        if least + more >= count:
             return None
-    return None
+        more = max(1, 2 * more)
 
 
-def _exchange(lengths: NDArray[np.int64], group_of: Indices, room: NDArray[np.int64], giver: int) -> bool:
-    """Exchange a sentence of the fullest micro-batch, which is too full, for a sentence of the one with most room.
-
-    That exchange is made after which least is missing. Return False if none helps.
-
-    Args:
-        lengths: of all sentences. Shape: (sentences, 2)
-        group_of: micro-batch of each sentence; changed in place. Shape: (sentences,)
-        room: tokens left in each micro-batch's rows; changed in place. Shape: (micro-batches, 2)
-        giver: the fullest micro-batch.
-    """
-    side = int(room[giver].argmin())
-    taker = int(room[:, side].argmax())
-    given, taken = (_spread(np.flatnonzero(group_of == group)) for group in (giver, taker))
-    moved = lengths[given][:, None] - lengths[taken][None]  # Shape: (given, taken, 2)
-    missing = np.minimum(room[giver] + moved, 0).sum(axis=2) + np.minimum(room[taker] - moved, 0).sum(axis=2)
-    best = int(missing.argmax())
-    if taker == giver or missing.flat[best] <= np.minimum(room[[giver, taker]], 0).sum():
-        return False
-    one, other = given[best // len(taken)], taken[best % len(taken)]
-    group_of[one], group_of[other] = taker, giver
-    room[giver] += lengths[one] - lengths[other]
-    room[taker] -= lengths[one] - lengths[other]
-    return True
+def _divide_evenly(lengths: Sizes, ranks: int, bound: int) -> tuple[Indices, int]:
+    """Divide sentences among few rows of at most ``bound`` tokens; return the row of each, and the number of rows."""
+    total = int(lengths.sum(axis=0).max())
+    count = max(1, -(-total // (ranks * bound)))
+    while (row_of := divide(lengths, np.full((ranks * count, 2), bound))) is None:
+        count += max(1, count // 8)  # ends at the latest when each sentence has a row
+    return row_of, ranks * count
 
 
-def _spread(sentences: Indices) -> Indices:
-    """Return at most _TRIED of some sentences, of all lengths."""
-    return sentences[:: max(1, -(-len(sentences) // _TRIED))]
+def _loads(lengths: Sizes, row_of: Indices, count: int) -> Sizes:
+    """Return the source and target tokens in each of some rows. Shape: -> (count, 2)."""
+    sides = (np.bincount(row_of, weights=side, minlength=count) for side in lengths.T)
+    return np.stack(list(sides), axis=1).astype(np.int64)
+
+
+def _checked(indices: Indices, source: Lengths, target: Lengths, config: BatchConfig) -> Sizes:
+    """Return source and target lengths of sentences, all of which must fit into a micro-batch."""
+    lengths = np.stack([source[indices], target[indices]], axis=1).astype(np.int64)
+    if (longest := int(lengths.max())) > config.micro_tokens:
+        raise ConfigError(
+            f"batch.micro_tokens must be at least the longest sentence, which has {longest} tokens, but is "
+            f"{config.micro_tokens}; raise it, or prepare the data with --max-length {config.micro_tokens - 1}"
+        )
+    return lengths
 
 
 def _rounded(size: float) -> int:

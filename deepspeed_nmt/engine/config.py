@@ -30,6 +30,8 @@ def _kernels(value: object) -> object:
 
 def _off(value: object) -> object:
     """Read `off` as YAML does, for which it is false."""
+    if value is True:
+        raise ValueError("must be off or layers, but is true (as YAML reads yes and on)")
     return "off" if value is False else value
 
 

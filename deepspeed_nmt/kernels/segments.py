@@ -2,7 +2,7 @@
 
 The packed layout has no padding between sentences. Everything but attention works on tokens, whatever sentence they
 belong to. The rest of a row, its *tail*, fills it to a constant size: it counts for nothing, and no gradient comes
-from it.
+from it. A row that its sentences fill has an empty tail.
 
 Attention within sentences is computed in one of two ways:
 
@@ -56,10 +56,10 @@ class Segments:
 
         Args:
             lengths: tokens of each sentence, one sentence or more.
-            size: tokens of the row, at least one more than the sentences have.
+            size: tokens of the row, at least as many as the sentences have.
         """
         total, longest = sum(lengths), max(lengths)
-        assert total < size
+        assert total <= size
         starts = np.cumsum([0, *lengths, size - total], dtype=np.int32)
         positions = np.concatenate([np.arange(length) for length in (*lengths, size - total)])
         # The tail's positions only have to exist.

@@ -59,8 +59,14 @@ class Plan:
     @property
     def total(self) -> int:
         """Peak bytes on one GPU: activations and logits make room for validation."""
-        at_times = self.parts["activations"] + self.parts["logits"], self.parts["validation"]
-        return sum(self.parts.values()) - min(at_times)
+        return sum(size for part, size in self.parts.items() if part not in self.absent)
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Parts that are not held at the peak: validation, or what makes room for it."""
+        training = frozenset({"activations", "logits"})
+        held = sum(self.parts[part] for part in training)
+        return training if held < self.parts["validation"] else frozenset({"validation"})
 
     def fits(self, gib: float) -> bool:
         """Return True if the plan fits into ``gib`` GiB."""

@@ -70,7 +70,7 @@ def gpu_named(name: str) -> Gpu:
         gib = 0.0
     if not 0.0 < gib < math.inf:
         raise ConfigError(
-            f"--gpu must be one of {', '.join(GPUS)}, or NAME:GiB such as rtx4090:24, but is {shown(name)}"
+            f"--gpu must be a known GPU, or NAME:GiB such as rtx4090:24, but is {shown(name)}"
             f"{did_you_mean(name, GPUS)}"
         )
     kind = kind_of(label)

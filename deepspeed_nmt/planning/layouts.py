@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed_nmt.data.batching import BatchConfig, EpochUpdates, Lengths, check_lengths, cut_update, epoch_updates
@@ -9,6 +10,8 @@ from deepspeed_nmt.data.packing import pack_update, row_sizes
 
 _SAMPLED_UPDATES = 50
 """Updates that are cut in either layout."""
+_MARGIN = 0.03
+"""Share of positions by which packed micro-batches may be emptier, since they are fewer."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,16 @@ class Yield:
         )
 
 
-def yields(source: Lengths, target: Lengths, config: BatchConfig, seed: int, ranks: int) -> list[Yield]:
-    """Return the yields of the padded and of the packed layout, from updates of the first epoch.
+def yields(
+    source: Lengths,
+    target: Lengths,
+    config: BatchConfig,
+    seed: int,
+    ranks: int,
+    layouts: Sequence[str] = ("padded", "packed"),
+    updates_sampled: int = _SAMPLED_UPDATES,
+) -> list[Yield]:
+    """Return the yields of layouts, from updates of the first epoch.
 
     Args:
         source: source lengths, EOS included. Shape: (sentences,)
@@ -45,6 +56,8 @@ def yields(source: Lengths, target: Lengths, config: BatchConfig, seed: int, ran
         config: sizes of batches.
         seed: seed of the run.
         ranks: number of data-parallel ranks.
+        layouts: to return.
+        updates_sampled: number of updates that are cut, or some more.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
@@ -52,11 +65,16 @@ def yields(source: Lengths, target: Lengths, config: BatchConfig, seed: int, ran
     check_lengths(source, target, config)
     updates = epoch_updates(source, target, seed, 0, config.update_tokens)
     # The last update of an epoch is what is left.
-    sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // _SAMPLED_UPDATES))
+    sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))
     return [
         _yield(layout, _rows(layout, updates, sample, source, target, config, ranks), len(sample) * ranks)
-        for layout in ("padded", "packed")
+        for layout in layouts
     ]
+
+
+def prefers_padded(padded: Yield, packed: Yield) -> bool:
+    """Return True if the packed layout leaves clearly more empty than the padded one."""
+    return packed.empty > padded.empty + _MARGIN
 
 
 _Shape = tuple[int, int, int]

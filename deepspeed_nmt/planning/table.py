@@ -42,7 +42,9 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
     width = max(12, *map(len, columns)) + 2
     lines = [f"{'GiB on a GPU':<14}" + "".join(f"{name:>{width}}" for name in columns)]
     for part in PARTS:
-        lines.append(f"{part:<14}" + "".join(f"{plan.parts[part] / GIB:>{width}.2f}" for plan in columns.values()))
+        cells = ((f"{plan.parts[part] / GIB:.2f}", part in plan.absent) for plan in columns.values())
+        marked = (f"({cell})" if absent else cell for cell, absent in cells)
+        lines.append(f"{part:<14}" + "".join(f"{cell:>{width}}" for cell in marked))
     lines.append(f"{'total':<14}" + "".join(f"{plan.total / GIB:>{width}.2f}" for plan in columns.values()))
     fits = ["yes" if plan.fits(gpu.usable_gib) else "no" for plan in columns.values()]
     lines.append(f"{'fits':<14}" + "".join(f"{word:>{width}}" for word in fits))
@@ -53,6 +55,7 @@ def as_table(columns: Mapping[str, Plan], advice: Sequence[str], update_tokens: 
         lines.append(f"{f'host, {plan.host_ranks} ranks':<14}{sums}")
     if plan.layout.ranks > plan.host_ranks:
         lines.append(f"(a host is assumed to have {plan.host_ranks} GPUs)")
+    lines.append("(in parentheses: not held at the peak; validation has no activations and logits)")
     lines += ["", f"set: {' '.join(advice)}"]
     if not plan.fits(gpu.usable_gib):
         lines.append(

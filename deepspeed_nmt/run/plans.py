@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from deepspeed_nmt.build import build_kernels, build_meta_model
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.layouts import Yield, yields
+from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
 from deepspeed_nmt.planning.planner import Counts, Planner
-from deepspeed_nmt.run.resolve import make_planner
+from deepspeed_nmt.run.resolve import check_tensor_ranks, has_packed_kernel, layout_on, make_planner
+
+VOCAB_SIZE = "32000"
+"""Size of a vocabulary that nothing determines."""
+LAYOUTS = ("padded", "packed")
 
 
 class Planned(NamedTuple):
@@ -65,13 +72,76 @@ class Plans:
         return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counted), engine, kernels)
 
 
-def layout_yields(config: RunConfig, data: Path, num_gpus: int) -> list[Yield]:
-    """Return the micro-batches that each layout of batches makes of the training corpus in a data directory.
+def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory | None) -> Vocabulary:
+    """Return the vocabulary to plan with: that of the data, of the sizes, of the model's own files, or VOCAB_SIZE.
+
+    Args:
+        sizes: of the vocabulary, or SOURCE,TARGET; None if not given.
+        config: of the run.
+        data: to train on; None if not given.
 
     Raises:
-        DataError: if it is no data directory.
-        ConfigError: if a sentence does not fit into a micro-batch.
+        ConfigError: if the sizes are not those of the data, or the data does not fit the model.
+        DataError: if the vocabulary of the data is damaged.
     """
-    corpus = DataDirectory.open(data).corpus("train")
-    ranks = max(1, num_gpus // config.engine.tensor_parallel)
-    return yields(corpus.source_lengths, corpus.target_lengths, config.batch, config.training.seed, ranks)
+    own = config.model.own_vocabulary()
+    if data is None and sizes is None and own is not None:
+        return own
+    *source, target = (Vocabulary(int(size)) for size in (sizes or VOCAB_SIZE).split(","))
+    given = replace(target, own_source=source[0]) if source else target
+    if data is None:
+        return given
+    tokenizer = data.tokenizer()
+    config.model.check_data(tokenizer)
+    found: Vocabulary = tokenizer.vocabulary
+    if sizes is not None and (given.source.size, given.size) != (found.source.size, found.size):
+        raise ConfigError(
+            f"--vocab-size must be that of --data, {tokens_of(found)}, but is {sizes}; leave out one of the two"
+        )
+    return found
+
+
+def tokens_of(vocabulary: Vocabulary) -> str:
+    """Return the size of a vocabulary, or of both, for a message."""
+    if vocabulary.own_source is None:
+        return f"{vocabulary.size:,}"
+    return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
+
+
+def layout_yields(config: RunConfig, data: DataDirectory, num_gpus: int) -> list[Yield]:
+    """Return the micro-batches that each layout the model can have makes of the training corpus.
+
+    Raises:
+        ConfigError: if a sentence does not fit into a micro-batch, or `train` would refuse the layout or the ranks.
+    """
+    layout_on(config, "fp32", None)
+    check_tensor_ranks(config, num_gpus)
+    corpus, ranks = data.corpus("train"), num_gpus // config.engine.tensor_parallel
+    lengths = corpus.source_lengths, corpus.target_lengths
+    layouts = LAYOUTS if config.model.packed else LAYOUTS[:1]
+    return yields(*lengths, config.batch, config.training.seed, ranks, layouts)
+
+
+def layout_notes(
+    config: RunConfig, found: Sequence[Yield], gpu: Gpu | None, precision: Precision | None
+) -> list[str]:
+    """Return sentences about the layout that a run takes.
+
+    Args:
+        config: of the run.
+        found: yields of the layouts.
+        gpu: to run on; None if not known.
+        precision: that the model is trained in on that GPU.
+    """
+    notes = []
+    if not config.model.packed:
+        notes.append(f"packed: not for model.name={config.model.name}, which has one sentence in a row")
+    if gpu is None or precision is None:
+        return notes
+    layout, reason = layout_on(config, precision, gpu.capability), ""
+    if layout == "packed" and config.batch.layout == "auto" and prefers_padded(*found):
+        layout, reason = "padded", ", which leaves less empty"
+    notes.append(f"batch.layout={config.batch.layout} on {gpu.name} in {precision} is {layout}{reason}")
+    if layout == "packed" and not has_packed_kernel(precision, gpu.capability):
+        notes.append("there attention copies each sentence into a padded row: its fast kernel needs sm_80 and 16 bit")
+    return notes

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
@@ -25,17 +26,19 @@ from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.kernels.backends import OPERATIONS
 from deepspeed_nmt.kernels.choice import Kernels
-from deepspeed_nmt.nn.compiled import check_compiler
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.gpus import Gpu
+from deepspeed_nmt.planning.layouts import prefers_padded, yields
 from deepspeed_nmt.planning.memory import Recompute
 from deepspeed_nmt.planning.planner import Counts, Planner, count_model
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
+_COMPARED_UPDATES = 12
+"""Updates that are cut to compare layouts, so that a start takes no longer than a second or two for it."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,12 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         vocabulary = data.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         batch = resolve_layout(config, engine.precision, world.device)
+        if config.batch.layout == "auto" and batch.layout == "packed":
+            batch = less_empty(batch, data.corpus("train"), config.training.seed, world)
         _check_data(config, vocabulary, data, resumed=resumed)
         metrics, _ = config.validation.chosen(data.text_form)
         Scorer(metrics, data.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
-        if config.engine.compile == "layers":
-            check_compiler(world.device)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
     with fail_together(world):
@@ -121,10 +124,27 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
 
 
 def resolve_layout(config: RunConfig, precision: Precision, device: torch.device) -> BatchConfig:
-    """Return the sizes of batches with the layout decided.
+    """Return the sizes of batches with the layout decided for a device; see :func:`layout_on`.
+
+    Raises:
+        ConfigError: if the layout is packed, but the model cannot be trained in it.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return config.batch.model_copy(update={"layout": layout_on(config, precision, capability)})
+
+
+def layout_on(
+    config: RunConfig, precision: Precision, capability: tuple[int, int] | None
+) -> Literal["padded", "packed"]:
+    """Return the layout of batches on a device.
 
     "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
     without dropout of attention weights.
+
+    Args:
+        config: settings of the user.
+        precision: that the model is trained in.
+        capability: CUDA's compute capability; None for a CPU.
 
     Raises:
         ConfigError: if the layout is packed, but the model cannot be trained in it.
@@ -136,10 +156,35 @@ def resolve_layout(config: RunConfig, precision: Precision, device: torch.device
             "packed; set batch.layout=auto"
         )
     if layout == "auto":
-        fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and precision != "fp32"
+        fast = has_packed_kernel(precision, capability)
         drops_weights = getattr(model, "attention_dropout", 0.0) > 0.0
         layout = "packed" if fast and model.packed and not drops_weights else "padded"
-    return config.batch.model_copy(update={"layout": layout})
+    return layout
+
+
+def has_packed_kernel(precision: Precision, capability: tuple[int, int] | None) -> bool:
+    """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
+    return capability is not None and capability >= (8, 0) and precision != "fp32"
+
+
+def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> BatchConfig:
+    """Return sizes of batches with the packed layout, or the padded one where that leaves clearly less empty.
+
+    Raises:
+        ConfigError: if a sentence does not fit into a micro-batch.
+    """
+    lengths = corpus.source_lengths, corpus.target_lengths
+    padded, packed = yields(*lengths, batch, seed, world.data_ranks, updates_sampled=_COMPARED_UPDATES)
+    if not prefers_padded(padded, packed):
+        return batch
+    if world.is_main:
+        logger.info(
+            "batch.layout=auto is padded: with these lengths %.1f%% of packed positions would be empty, and %.1f%% "
+            "of padded ones are; batch.layout=packed packs all the same",
+            100.0 * packed.empty,
+            100.0 * padded.empty,
+        )
+    return batch.model_copy(update={"layout": "padded"})
 
 
 def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> None:
@@ -172,6 +217,17 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
             )
 
 
+def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
+    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups.
+
+    Raises:
+        ConfigError: if ``engine.tensor_parallel`` does not divide it.
+    """
+    tensor_ranks = config.engine.tensor_parallel
+    if ranks % tensor_ranks:
+        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
+
+
 def make_planner(
     config: RunConfig,
     vocabulary: Vocabulary,
@@ -193,9 +249,8 @@ def make_planner(
     Raises:
         ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
     """
+    check_tensor_ranks(config, ranks)
     tensor_ranks = config.engine.tensor_parallel
-    if ranks % tensor_ranks:
-        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
     counted = {} if counted is None else counted
     choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
     key = repr((config.model, config.layer, config.objective, vocabulary, choice))

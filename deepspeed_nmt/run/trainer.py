@@ -183,6 +183,8 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     model.recompute(*resolved.recompute)
     if resolved.config.engine.compile == "layers":
         model.compile_layers()
+        if job.world.is_main:
+            logger.info("layers are compiled as they first run, which takes up to minutes before the first update")
     if checkpoint is not None:
         checkpoint.load_into(model)
     elif job.origin is not None:

@@ -23,9 +23,10 @@ QUERIES, KEYS = [5, 3, 7, 1], [4, 6, 2, 3]
 ROWS, HEADS, WIDTH = 2, 3, 8
 
 
-def pair(device: torch.device, causal: bool = False) -> SegmentPair:
-    queries = Segments.of(QUERIES, 21).to(lambda tensor: tensor.to(device))
-    return SegmentPair(queries, queries if causal else Segments.of(KEYS, 16).to(lambda tensor: tensor.to(device)))
+def pair(device: torch.device, causal: bool = False, tails: tuple[int, int] = (5, 1)) -> SegmentPair:
+    queries, keys = (Segments.of(each, sum(each) + tail) for each, tail in zip((QUERIES, KEYS), tails, strict=True))
+    queries, keys = (each.to(lambda tensor: tensor.to(device)) for each in (queries, keys))
+    return SegmentPair(queries, queries if causal else keys)
 
 
 def states(size: int, device: torch.device) -> Tensor:
@@ -52,13 +53,16 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, chosen: SegmentPair, causal: boo
     return out
 
 
+@pytest.mark.parametrize("tails", [(5, 1), (0, 0), (3, 0), (0, 2)])
 @pytest.mark.parametrize("way", ["auto", "fused"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_by_rows_equals_that_of_each_sentence(causal: bool, way: str, device: torch.device) -> None:
+def test_attention_by_rows_equals_that_of_each_sentence(
+    causal: bool, way: str, tails: tuple[int, int], device: torch.device
+) -> None:
     torch.manual_seed(1)
-    chosen = pair(device, causal)
-    keys = chosen.keys.positions.shape[0]
-    q, k, v = states(21, device), states(keys, device), states(keys, device)
+    chosen = pair(device, causal, tails)
+    size, keys = (each.positions.shape[0] for each in chosen)
+    q, k, v = states(size, device), states(keys, device), states(keys, device)
     ours = Kernels(attention=way).attention(q, k, v, chosen, causal)  # type: ignore[arg-type]
     expected = one_by_one(q, k, v, chosen, causal)
     real = sum(QUERIES)
@@ -71,13 +75,14 @@ def test_attention_by_rows_equals_that_of_each_sentence(causal: bool, way: str, 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("tails", [(5, 1), (0, 0), (3, 0), (0, 2)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_by_varlen_passes_the_bounds_of_all_rows(causal: bool) -> None:
+def test_attention_by_varlen_passes_the_bounds_of_all_rows(causal: bool, tails: tuple[int, int]) -> None:
     """A stand-in for torch's function, which exists on GPUs alone, attends between the bounds that it is given."""
     torch.manual_seed(2)
-    chosen = pair(torch.device("cpu"), causal)
-    keys = chosen.keys.positions.shape[0]
-    q, k, v = states(21, torch.device("cpu")), states(keys, torch.device("cpu")), states(keys, torch.device("cpu"))
+    chosen = pair(torch.device("cpu"), causal, tails)
+    size, keys = (each.positions.shape[0] for each in chosen)
+    q, k, v = states(size, torch.device("cpu")), states(keys, torch.device("cpu")), states(keys, torch.device("cpu"))
 
     def varlen(
         q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *most: int, is_causal: bool = False
@@ -87,7 +92,10 @@ def test_attention_by_varlen_passes_the_bounds_of_all_rows(causal: bool) -> None
         out = torch.full_like(q, torch.nan)
         for number in range(len(starts_q) - 1):
             (a, b), (c, d) = (each[number : number + 2].tolist() for each in (starts_q, starts_k))
-            assert 0 < b - a <= most[0] and 0 < d - c <= most[1]
+            assert 0 <= b - a <= most[0] and 0 <= d - c <= most[1]
+            if c == d:
+                out[a:b] = 0.0  # as FlashAttention without keys
+                continue
             heads = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
             out[a:b] = Kernels().attention(*heads, None, is_causal)[0].transpose(0, 1)
         return out

@@ -69,10 +69,14 @@ def test_a_part_writes_its_rows(part: str, results: Path) -> None:
 def test_training_measures_each_variant(results: Path) -> None:
     rows = json.loads((results / "training.json").read_text(encoding="utf-8"))["rows"]
     for row in rows:
+        assert "idle" not in row, "a CPU has no launches to wait for"
         assert row["tokens_per_s"] > 0 and row["kernel_ms"] > 0 and row["planned_gib"] > 0, row
         assert 0 <= row["padding"] < 0.5 and row["shapes"] > 1
         groups = sum(row[name] for name in ("attention", "optimizer", "products", "copies", "other"))
         assert groups == pytest.approx(1.0)
+    ran = {row["settings"] for row in rows}
+    assert {"engine.compile=off (engine.compile=layers is not rehearsed)"} == {s for s in ran if "compile" in s}
+    assert "batch.layout=packed (batch.layout=padded is not rehearsed)" in ran
     assert {"bf16", "fp16"} == {row["precision"] for row in rows}
     assert {"BIG 6+6", "BIG 27+27", "BIG 27+27, CAD DDR ALD", "BASE 6+6"} == {row["model"] for row in rows}
 
@@ -131,6 +135,12 @@ def stub(tmp_path: Path) -> dict[str, str]:
 def calls(stub: dict[str, str]) -> list[str]:
     """Return the command lines that the stub has recorded."""
     return Path(stub["STUB_LOG"]).read_text(encoding="utf-8").splitlines()
+
+
+def test_results_are_in_the_callers_folder(stub: dict[str, str], tmp_path: Path) -> None:
+    command = [str(BENCHMARK / "run.sh"), "smoke", "--out", "results", "--tiny"]
+    done = subprocess.run(command, env=stub, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"--out {tmp_path}/results" in calls(stub)[-1], done.stderr
 
 
 def test_no_part_ends_another(stub: dict[str, str], tmp_path: Path) -> None:

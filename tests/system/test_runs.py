@@ -66,10 +66,12 @@ def test_a_run_goes_on_with_compiled_layers(
     monkeypatch.setattr(torch, "compile", fail)
     assert train(data, run, *settings) == 2
     assert "fails on cpu: No working C++ compiler found; install a C++ compiler" in capsys.readouterr().err
+    assert train(data, tmp_path / "new", *settings) == 2 and not (tmp_path / "new").exists(), "nothing is left"
     monkeypatch.undo()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     assert train(data, run, *settings) == 0
-    assert "compiled layers" in (run / "logs" / "rank-0.log").read_text()
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "compiled layers" in log and "layers are compiled as they first run" in log
     assert json.loads((run / "resolved.json").read_text())["compile"] == "layers"
     assert json.loads((whole / "resolved.json").read_text())["compile"] == "off"
     assert weights(run, 14).keys() == weights(whole, 12).keys()

@@ -147,3 +147,12 @@ def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
     plan = epoch_updates(target, target, 1, 0, 400)
     config = BatchConfig(update_tokens=400, micro_tokens=200)
     assert largest_micro_batch(plan, target, target, 1, config).tolist() == list(range(50, 60))
+
+
+@pytest.mark.parametrize("short", [125, 126, 167, 168, 251, 252])
+def test_a_sentence_that_fills_a_micro_batch_is_cut(short: int) -> None:
+    """The search for the smallest size may end above the bound: four sentences of 126 tokens are too many for 500."""
+    lengths = np.array([500, *[short] * 12], dtype=np.int32)
+    cut = cut_update(np.arange(13), lengths, lengths, 1, BatchConfig(update_tokens=4096, micro_tokens=500))
+    assert sorted(np.concatenate(cut[0])) == list(range(13))
+    assert max(len(group) * int(lengths[group].max()) for group in cut[0] if len(group)) == 500

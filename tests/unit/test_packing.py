@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Lengths, epoch_updates
+from deepspeed_nmt.data.batching import BatchConfig, Lengths, cut_update, epoch_updates
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate_packed
-from deepspeed_nmt.data.packing import PackedPart, pack_update, row_sizes
+from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.planning.layouts import yields
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
+from deepspeed_nmt.run import resolve
 from deepspeed_nmt.run.resolve import resolve_layout
 from tests.support import random_corpus
 
@@ -63,13 +67,103 @@ def test_small_updates_and_more_ranks_than_sentences() -> None:
         assert sorted(np.concatenate(found)) == sorted(plan[number]) and any(len(each) == 0 for each in found)
 
 
-def test_a_sentence_that_fills_a_micro_batch_is_refused() -> None:
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side: int, layout: str) -> None:
+    """Packed, the row has an empty tail; padded, the search for a cut must not end above the bound for ever."""
+    lengths = [[3, 6], [5, 2], [7, 7], *[[4, 4]] * 20]
+    lengths[1][side] = 39
+    with CorpusWriter(tmp_path, "train", 50) as writer:
+        writer.append(*([[7] * pair[each] for pair in lengths] for each in (0, 1)))
+    config = BatchConfig(update_tokens=1024, micro_tokens=40, layout=layout)  # type: ignore[arg-type]
+    loader = TrainLoader(Corpus(tmp_path, "train"), config, 1, 0, 1, VOCABULARY)
+    assert loader.largest().padded_tokens == 40
+    update = next(loader.updates(Cursor(), 1))
+    assert sum(len(batch.sentence_ids_B) for batch in update.micro_batches) == 23
+    assert max(batch.padded_tokens for batch in update.micro_batches) == 40
+
+
+def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
     source, target = news(100)
-    target[41] = 256
     config = BatchConfig(update_tokens=1024, micro_tokens=256, layout="packed")
-    sizes = row_sizes(epoch_updates(source, target, 1, 0, 1024), source, target, 1, config)
-    with pytest.raises(ConfigError, match="above the longest sentence in the packed layout, which has 256 tokens"):
+    plan = epoch_updates(source, target, 1, 0, 1024)
+    sizes = row_sizes(plan, source, target, 1, config)
+    target[41] = 257
+    with pytest.raises(ConfigError, match="at least the longest sentence, which has 257 tokens, but is 256"):
         pack_update(np.arange(100), source, target, 1, config, sizes)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    mean=st.floats(5.0, 60.0),
+    spread=st.floats(0.0, 1.3),
+    ratio=st.floats(0.3, 3.0),
+    noise=st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.2]),
+    longest=st.sampled_from([20, 100, 400]),
+    update=st.integers(1000, 5000),
+    room=st.floats(1.0, 8.0),
+    ranks=st.sampled_from([1, 2, 3]),
+)
+def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
+    seed: int,
+    mean: float,
+    spread: float,
+    ratio: float,
+    noise: float,
+    longest: int,
+    update: int,
+    room: float,
+    ranks: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = mean * np.exp(rng.normal(0.0, spread, 1500))
+    drawn = np.stack([drawn, drawn * ratio * np.exp(rng.normal(0.0, noise, 1500))])
+    source, target = np.clip(np.rint(drawn), 2, longest).astype(np.int32)
+    micro = int(room * max(source.max(), target.max()))
+    config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
+    plan = epoch_updates(source, target, 1, 0, update)
+    sizes = row_sizes(plan, source, target, ranks, config)
+    positions, counts = {"padded": 0, "packed": 0}, {"padded": 0, "packed": 0}
+    for number in range(max(1, min(8, len(plan) - 1))):
+        cut = pack_update(plan[number], source, target, ranks, config, sizes)
+        assert len({len(parts) for parts in cut}) == 1, "every rank makes equally many micro-batches"
+        parts = [part for rank in cut for part in rank]
+        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(plan[number])
+        for part in parts:
+            assert source[part.sentences].sum() <= part.source <= micro
+            assert target[part.sentences].sum() <= part.target <= micro
+        positions["packed"] += sum(part.source + part.target for part in parts)
+        padded = [group for rank in cut_update(plan[number], source, target, ranks, config) for group in rank]
+        positions["padded"] += sum(len(g) * int(source[g].max() + target[g].max()) for g in padded if len(g))
+        counts["packed"], counts["padded"] = counts["packed"] + len(parts), counts["padded"] + len(padded)
+    # Sizes of rows are multiples of 8, on two sides.
+    assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.05 * positions["padded"], (sizes, counts)
+    assert counts["packed"] <= 1.25 * counts["padded"] + 2 * ranks
+
+
+@pytest.mark.parametrize(("spread", "noise", "micro"), [(1.2, 0.18, 1024), (1.0, 1.0, 2048)])
+def test_uneven_lengths_have_more_shapes(spread: float, noise: float, micro: int) -> None:
+    rng = np.random.default_rng(1)
+    drawn = 20.0 * np.exp(rng.normal(0.0, spread, 8000))
+    drawn = np.stack([drawn, drawn * np.exp(rng.normal(0.0, noise, 8000))])
+    source, target = np.clip(np.rint(drawn), 2, 1000).astype(np.int32)
+    config = BatchConfig(update_tokens=16384, micro_tokens=micro)
+    padded, packed = yields(source, target, config, 1, 4)
+    assert packed.empty < min(0.05, padded.empty) and 2 < packed.shapes < 0.25 * padded.shapes
+    assert packed.micro_batches < padded.micro_batches
+    assert not prefers_padded(padded, packed)
+
+
+def test_the_largest_micro_batch_of_a_ladder_has_its_top_rungs() -> None:
+    source, target = news(2000)
+    config = BatchConfig(update_tokens=1024, micro_tokens=1024)
+    part = largest_packed(np.arange(40), source, target, 1, config, Ladder((600, 904), (712, 1000)))
+    assert (part.source, part.target) == (904, 1000)
+    used = int(source[part.sentences].sum()), int(target[part.sentences].sum())
+    assert used <= (904, 1000)
+    above = Ladder((8, 16), (8,)).shapes(np.array([[15, 7], [16, 8], [0, 0], [99, 1]]), 100)
+    assert above.tolist() == [[16, 8], [21, 14], [1, 1], [100, 8]]
 
 
 def test_a_packed_batch(tmp_path: Path) -> None:
@@ -139,3 +233,20 @@ def test_models_of_one_sentence_a_row_are_not_packed() -> None:
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
     with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
         resolve_layout(packed, "bf16", torch.device("cpu"))
+
+
+def test_auto_falls_back_to_padded_where_that_is_fuller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = random_corpus(tmp_path, pairs=3000, vocab=50, seed=2)
+    batch = BatchConfig(update_tokens=2048, micro_tokens=1024, layout="packed")
+    world = World(0, 1, 0, torch.device("cpu"))
+    for packed, expected in ((0.3, "padded"), (0.125, "packed")):
+        found = [Yield("padded", 2.0, 100.0, 0.1, 9), Yield("packed", 1.0, 100.0, packed, 2)]
+        monkeypatch.setattr(resolve, "yields", lambda *_, found=found, **__: found)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert resolve.less_empty(batch, corpus, 1, world).layout == expected
+        assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
+    monkeypatch.undo()
+    assert resolve.less_empty(batch, corpus, 1, world).layout == "packed", "of these lengths, really compared"

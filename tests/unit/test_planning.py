@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -24,6 +26,7 @@ from deepspeed_nmt.planning import planner
 from deepspeed_nmt.planning.advice import GIB, Plan, advise, plan_for
 from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import (
+    PARTS,
     Layout,
     Recompute,
     Work,
@@ -34,9 +37,10 @@ from deepspeed_nmt.planning.memory import (
 )
 from deepspeed_nmt.planning.table import as_table
 from deepspeed_nmt.planning.tally import Tally
-from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields
 from deepspeed_nmt.run.resolve import resolve_recomputation
-from tests.support import batch_of
+from deepspeed_nmt.selftest.models import settings_of
+from tests.support import batch_of, prepare_sample
 
 V = Vocabulary(2000)
 NARROW = ["model.dim=128", "model.ffn_dim=512", "model.heads=4"]
@@ -270,7 +274,7 @@ def test_gpus_have_names() -> None:
     assert known is not None and known.name == "h200-141g"
     assert gpu_named("Tesla V100-SXM2:16").precision == "fp16"
     for wrong in ("v100", "v100-16", "x:", ":8", "x:0", "x:eight", "x:nan", "x:inf", "x:1e400"):
-        with pytest.raises(ConfigError, match="--gpu must be one of"):
+        with pytest.raises(ConfigError, match="--gpu must be a known GPU"):
             gpu_named(wrong)
 
 
@@ -288,6 +292,61 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no plan fits" in text and "GFLOP" in text and "tokens/s" not in text
     assert main([*words, "--gpu", "v100-16g", "--num-gpus", "3", "engine.tensor_parallel=2"]) == 2
     assert "engine.tensor_parallel must divide --num-gpus, but is 2 with 3 GPUs" in capsys.readouterr().err
+
+
+def test_the_parts_of_a_total_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "sample_small", "--vocab-size", "500", "--gpu", "v100-16g"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:14].strip(): line[14:].split() for line in lines if line[14:].strip()}
+    for column in range(2):
+        cells = [rows[part][column] for part in PARTS]
+        assert any(cell.startswith("(") for cell in cells)
+        kept = sum(float(cell) for cell in cells if not cell.startswith("("))
+        assert kept == pytest.approx(float(rows["total"][column]), abs=0.04), "rows are rounded"
+    assert any("in parentheses: not held at the peak" in line for line in lines)
+
+
+def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
+    config = tmp_path / "own.yaml"
+    config.write_text("batch: {update_tokens: 600, micro_tokens: 300}\n", encoding="utf-8")
+    words = ["plan", "--config", str(config), "--data", data, *NARROW, *SHALLOW]
+    size = DataDirectory.open(Path(data)).meta.vocabulary_size
+
+    def said(*more: str, status: int = 0) -> str:
+        assert main([*words, *more]) == status
+        found = capsys.readouterr()
+        return found.err if status else found.out
+
+    capsys.readouterr()
+    text = said()
+    assert f"own.yaml with a vocabulary of {size:,}: " in text and "padded: " in text and "packed: " in text
+    assert said("--vocab-size", str(size)) == text
+    assert f"--vocab-size must be that of --data, {size:,}, but is 999" in said("--vocab-size", "999", status=2)
+    assert "batch.layout=auto on v100-16g in fp16 is padded" in said("--gpu", "v100-16g")
+    packed = said("--gpu", "v100-16g", "batch.layout=packed")
+    assert "batch.layout=packed on v100-16g in fp16 is packed" in packed and "needs sm_80 and 16 bit" in packed
+    assert "batch.layout=auto on h100-80g in bf16 is pa" in said("--gpu", "h100-80g")
+    refused = said("--num-gpus", "3", "engine.tensor_parallel=2", status=2)
+    assert "engine.tensor_parallel must divide --num-gpus, but is 2 with 3 GPUs" in refused
+    assert "--sweep plans recipes, but --config is given" in said("--sweep", "deep_decoder_fig1", status=2)
+    assert main(["plan"]) == 2
+    assert "--recipe, --config or --sweep is required" in capsys.readouterr().err
+
+
+def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
+    data = DataDirectory.open(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
+    config = settings_of("abnet")
+    found = layout_yields(config, data, 1)
+    assert [each.layout for each in found] == ["padded"]
+    assert layout_notes(config, found, None, None) == [
+        "packed: not for model.name=abnet, which has one sentence in a row"
+    ]
+    assert "is padded" in layout_notes(config, found, GPUS["h100-80g"], "bf16")[-1]
+    packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
+    with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
+        layout_yields(packed, data, 1)
 
 
 def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
