@@ -1,7 +1,8 @@
 """Matrix products on a CPU, by oneDNN where it is faster than the BLAS that torch was built with.
 
 torch multiplies fp32 matrices by its BLAS, which is MKL in the usual builds. On some CPUs, those of AMD among them,
-oneDNN takes half the time for the same products. A short timed trial decides, once for each process.
+oneDNN takes half the time for the same products. A short timed trial decides, once for each process. All products are
+then of one library, however small, so that rounding does not depend on how an update is cut into micro-batches.
 
 Legend: N rows, D input width, E output width.
 """
@@ -25,8 +26,6 @@ ENVIRONMENT = "DEEPSPEED_NMT_CPU_PRODUCTS"
 
 Library = Literal["blas", "onednn"]
 
-_SMALLEST = 1 << 22
-"""Multiplications from which a product is given to oneDNN, whose calls cost more."""
 _FASTER = 1.25
 """oneDNN must be so many times as fast in the trial: two trials on one machine then choose alike."""
 _TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 256, 256), 5
@@ -49,7 +48,7 @@ def product(x_ND: Tensor, weight_DE: Tensor) -> Tensor:
 
 @cache
 def library() -> Library:
-    """Return the library for large products in fp32 on this CPU.
+    """Return the library for products in fp32 on this CPU.
 
     Raises:
         ConfigError: if the environment variable names another one.
@@ -73,7 +72,6 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and x.numel() * weight.shape[0] >= _SMALLEST
         and not torch.compiler.is_compiling()
         and library() == "onednn"
     )

@@ -188,7 +188,11 @@ def test_a_run_whose_export_is_not_passed_is_not_translated(
 
 
 REFUSED = [
-    (["--precision", "int8"], "--precision needs --runtime ctranslate2"),
+    (["--runtime", "ctranslate2", "--precision", "bf16"], "must be fp32 or int8 with --runtime ctranslate2"),
+    (["--runtime", "ctranslate2", "--workers", "2"], "translates in one process"),
+    (["--runtime", "ctranslate2", "--search", "sampling"], "decodes by beam search, but --search is sampling"),
+    (["--runtime", "ctranslate2", "--token-scores"], "--token-scores is not for --runtime ctranslate2"),
+    (["--runtime", "ctranslate2", "--min-length", "3"], "--min-length is no option of the beam search"),
     (["--runtime", "ctranslate2", "--rerank", "deep-shallow"], "decodes with one net, --rerank with two"),
     (
         ["--runtime", "ctranslate2", "--iterations", "3"],

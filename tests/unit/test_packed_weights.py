@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(packed.obstacle("fp32") is not None, reason=f"{p
 def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give all products of these tests to oneDNN."""
     monkeypatch.setenv(products.ENVIRONMENT, "onednn")
-    monkeypatch.setattr(products, "_SMALLEST", 1)
     products.library.cache_clear()
     yield
     products.library.cache_clear()
