@@ -78,7 +78,7 @@ def test_sample_text(sample: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     constant.write_text(f"{lines[0]}\n" * len(lines), encoding="utf-8")
     for worthless in (sample["test"].with_suffix(".en"), constant):
         assert bleu(worthless, reference, capsys) < SAMPLE_BLEU / 2
-    for precision in ("float32", "int8"):
+    for precision in ("fp32", "int8"):
         words = ["export", "--run", str(tmp_path / "run"), "--format", "ctranslate2", "--precision", precision]
         assert main([*words, "--sentences", "300", "--out", str(tmp_path / precision)]) == 0
 
