@@ -223,3 +223,9 @@ def test_the_check_finds_a_reference_to_a_method(source: str) -> None:
 )
 def test_the_check_finds_a_wrong_import(where: str, path: str, source: str) -> None:
     assert wrong_imports(where, path, source)
+
+
+def test_test_files_have_different_names() -> None:
+    """Pytest imports files of several directories under their bare names, and refuses a second one."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})

@@ -138,7 +138,7 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
         positions["padded"] += sum(len(g) * int(source[g].max() + target[g].max()) for g in padded if len(g))
         counts["packed"], counts["padded"] = counts["packed"] + len(parts), counts["padded"] + len(padded)
     # Sizes of rows are multiples of 8, on two sides.
-    assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.05 * positions["padded"], (sizes, counts)
+    assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.1 * positions["padded"], (sizes, counts)
     assert counts["packed"] <= 1.25 * counts["padded"] + 2 * ranks
 
 
