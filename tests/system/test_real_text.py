@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.evaluate.bleu import join_segments, tokenised_bleu
+from deepspeed_nmt.export.certificate import Certificate
 from tests.conftest import SHARED_DATA
 from tests.support import run_ranks
 
@@ -80,7 +81,14 @@ def test_sample_text(sample: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
         assert bleu(worthless, reference, capsys) < SAMPLE_BLEU / 2
     for precision in ("fp32", "int8"):
         words = ["export", "--run", str(tmp_path / "run"), "--format", "ctranslate2", "--precision", precision]
-        assert main([*words, "--sentences", "300", "--out", str(tmp_path / precision)]) == 0
+        status = main([*words, "--sentences", "300", "--out", str(tmp_path / precision)])
+        certificate = Certificate.read(tmp_path / precision)
+        assert status == (0 if certificate.passed else 1)
+        assert certificate.passed or precision == "int8", certificate.problems
+        # Of 300 sentences, BLEU that differs by one is noise; with 1,000 the certificate allows 0.3.
+        for each in certificate.comparisons:
+            assert each.bleu_here is not None and each.bleu_there is not None
+            assert abs(each.bleu_here - each.bleu_there) < 1.5
 
 
 def lines_of(path: Path) -> list[str]:

@@ -101,7 +101,7 @@ def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
     ratio=st.floats(0.3, 3.0),
     noise=st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.2]),
     longest=st.sampled_from([20, 100, 400]),
-    update=st.integers(1000, 5000),
+    update=st.integers(2000, 5000),  # in smaller ones a single long sentence decides
     room=st.floats(1.0, 8.0),
     ranks=st.sampled_from([1, 2, 3]),
 )
@@ -138,7 +138,7 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
         positions["padded"] += sum(len(g) * int(source[g].max() + target[g].max()) for g in padded if len(g))
         counts["packed"], counts["padded"] = counts["packed"] + len(parts), counts["padded"] + len(padded)
     # Sizes of rows are multiples of 8, on two sides.
-    assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.1 * positions["padded"], (sizes, counts)
+    assert positions["packed"] - 2 * 8 * counts["packed"] <= 1.05 * positions["padded"], (sizes, counts)
     assert counts["packed"] <= 1.25 * counts["padded"] + 2 * ranks
 
 
