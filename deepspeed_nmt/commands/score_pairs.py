@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from io import BufferedReader
 from itertools import tee
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.translate_options import weights_of
+from deepspeed_nmt.commands.translate_options import add_run_arguments, weights_of
 from deepspeed_nmt.commands.translate_texts import count_lines, target_of
 from deepspeed_nmt.errors import ConfigError
 
@@ -32,16 +31,7 @@ HELP = "log-probabilities of given translations, by sentence and token"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "--run", type=Path, required=True, action="append", metavar="DIR",
-        help="run directory, made by `train`; several score as an ensemble",
-    )  # fmt: skip
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--weights", metavar="W,W", help="weights of the runs of an ensemble, for example 0.7,0.3 (default: equal)"
-    )
+    add_run_arguments(parser, "score")
     parser.add_argument("--source", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument(
         "--target", required=True, metavar="F",

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands import runtime_options
 from deepspeed_nmt.commands.translate_options import (
+    add_run_arguments,
     add_search_arguments,
     check_exits,
     search_arguments,
@@ -35,16 +35,7 @@ HELP = "translate text with a trained run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument(
-        "--run", type=Path, required=True, action="append", metavar="DIR",
-        help="run directory, made by `train`; several decode as an ensemble",
-    )  # fmt: skip
-    parser.add_argument(
-        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--weights", metavar="W,W", help="weights of the runs of an ensemble, for example 0.7,0.3 (default: equal)"
-    )
+    add_run_arguments(parser, "decode")
     parser.add_argument("--input", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument("--output", required=True, metavar="F", help="file for translations; - is standard output")
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.errors import ConfigError
@@ -13,6 +14,25 @@ _SEARCH_OPTIONS = (
     *("min_length", "max_length", "no_repeat_ngram", "suppress_unknown"),
 )
 """Options that override settings of the search."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Declare the options that choose the runs.
+
+    Args:
+        parser: of the command.
+        verb: of what several runs do as an ensemble, for the help.
+    """
+    parser.add_argument(
+        "--run", type=Path, required=True, action="append", metavar="DIR",
+        help=f"run directory, made by `train`; several {verb} as an ensemble",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="C", help="best, last, average, or a path (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--weights", metavar="W,W", help="weights of the runs of an ensemble, for example 0.7,0.3 (default: equal)"
+    )
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, S
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a translation returns beside the text.
+    """Details that a translation returns beside the text.
 
     Attributes:
         token_scores: True for the scores of tokens.
@@ -161,7 +161,7 @@ def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device
 
 @dataclass(frozen=True)
 class _Job:
-    """What all batches of a translation share; see :func:`translate_lines`."""
+    """Properties that all batches of a translation share; see :func:`translate_lines`."""
 
     search: Search | RequestSearch
     takes_requests: bool
