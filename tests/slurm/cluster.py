@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 CONFIG = """
 ClusterName=test
+# Jobs derive ports from their numbers. Several clusters may be up at once, because tests run side by side.
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
@@ -107,7 +110,9 @@ class Cluster:
         for each in sockets:
             each.close()
         host = socket.gethostname().split(".")[0]
-        (self.root / "slurm.conf").write_text(CONFIG.format(host=host, ports=ports, root=self.root))
+        first_job = random.SystemRandom().randrange(1, 1_000_000)
+        config = CONFIG.format(host=host, ports=ports, root=self.root, first_job=first_job)
+        (self.root / "slurm.conf").write_text(config)
         names = "".join(f"127.0.1.{node} node{node}\n" for node in NODES)
         (self.root / "hosts").write_text(Path("/etc/hosts").read_text() + names)
         (self.root / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -25,7 +26,10 @@ def test_a_translation_on_two_nodes_is_stopped_and_preempted_and_ends_as_alone(
     words = ["--run", str(trained), "--input", str(source), "--max-tokens", "256", "--beam", "1"]
     nodes = ["--nodes", "2", "--ntasks-per-node", "1", "--output", "job.log"]
     script = [str(ROOT / "launch/translate.sbatch"), *words, "--output", str(target)]
-    job = cluster.submit(*nodes, *script, cwd=tmp_path)
+    job = cluster.submit("--hold", *nodes, *script, cwd=tmp_path)
+    # The job finds its port taken, and meets at the next one.
+    other = socket.create_server(("", 20000 + job * 7 % 10000))
+    cluster.run("scontrol", "release", str(job))
 
     def has_translated(pieces: int) -> None:
         cluster.until(
@@ -37,6 +41,7 @@ def test_a_translation_on_two_nodes_is_stopped_and_preempted_and_ends_as_alone(
     has_translated(4)
     # SLURM sends this to the batch shell before the time limit.
     cluster.run("scancel", "--batch", "--signal", "USR1", str(job))
+    other.close()
     cluster.until(lambda: cluster.job(job, "Restarts") == "1", 60, "a job that is queued again")
     has_translated(12)
     urgent = tmp_path / "urgent.sh"
