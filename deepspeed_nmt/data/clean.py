@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import compress, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ T = TypeVar("T")
 # which other programs replace bytes that they cannot decode.
 _BAD_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")
 _SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
-_DUPLICATE_CHUNK = 1 << 15
+_CHUNK_PAIRS = 1 << 13
 
 
 class Reason(str, Enum):
@@ -110,6 +110,24 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
+class CheckedPairs(NamedTuple):
+    """The outcome of :meth:`PairCleaner.check`.
+
+    Attributes:
+        read: number of pairs checked.
+        removed: those with a fault, by reason.
+        texts: the other pairs, N of them.
+        places: their places among the pairs checked. Shape: (N,)
+        hashes: by which duplicates are recognised; none if these are kept. Shape: (N,)
+    """
+
+    read: int
+    removed: Counter[Reason]
+    texts: list[tuple[str, str]]
+    places: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint64]
+
+
 class PairCleaner:
     """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
 
@@ -136,14 +154,39 @@ class PairCleaner:
 
     def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
         """Yield the pairs with acceptable text, decoded and with normalised white space, in their order."""
-        sound = self._sound(lines)
+        for chunk in batched(lines, _CHUNK_PAIRS):
+            checked = self.check(chunk)
+            yield from compress(checked.texts, self.accept(checked))
+
+    def check(self, lines: Iterable[tuple[bytes, bytes]]) -> CheckedPairs:
+        """Check the text of pairs, each by itself, so that other processes can do it; nothing is counted yet."""
+        texts: list[tuple[str, str]] = []
+        places: list[int] = []
+        removed: Counter[Reason] = Counter()
+        place = -1
+        for place, (source_line, target_line) in enumerate(lines):
+            checked = self._check(source_line, target_line)
+            if isinstance(checked, Reason):
+                removed[checked] += 1
+            else:
+                texts.append(checked)
+                places.append(place)
+        hashes = () if self.config.keep_duplicates else map(_pair_hash, texts)
+        return CheckedPairs(place + 1, removed, texts, np.array(places, np.int64), np.fromiter(hashes, np.uint64))
+
+    def accept(self, checked: CheckedPairs) -> npt.NDArray[np.bool_]:
+        """Count the next pairs in their order, and find those that are no duplicates.
+
+        Returns:
+            True for pairs to keep. Shape: -> (N,), of the N pairs whose text is acceptable
+        """
+        self.read += checked.read
+        self.removed.update(checked.removed)
         if self.config.keep_duplicates:
-            yield from sound
-            return
-        for chunk in batched(sound, _DUPLICATE_CHUNK):
-            new = self._seen.add(np.fromiter(map(_pair_hash, chunk), np.uint64, len(chunk)))
-            self.removed[Reason.DUPLICATE] += len(chunk) - int(new.sum())
-            yield from compress(chunk, new)
+            return np.ones(len(checked.places), np.bool_)
+        new = self._seen.add(checked.hashes)
+        self.removed[Reason.DUPLICATE] += len(new) - int(new.sum())
+        return new
 
     def fits(self, source_lengths: Sequence[int], target_lengths: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Find the pairs with allowed lengths, and count the others as removed.
@@ -167,15 +210,6 @@ class PairCleaner:
             self.removed[reason] += int((keep & faulty).sum())
             keep &= ~faulty
         return keep
-
-    def _sound(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-        for source_line, target_line in lines:
-            self.read += 1
-            checked = self._check(source_line, target_line)
-            if isinstance(checked, Reason):
-                self.removed[checked] += 1
-            else:
-                yield checked
 
     def _check(self, source_line: bytes, target_line: bytes) -> tuple[str, str] | Reason:
         try:
