@@ -152,11 +152,12 @@ class InputText:
         return self._counted.lines
 
     @property
-    def expansion(self) -> float:
-        """Bytes of text for each byte of the file, as far as it was read."""
-        if self._decompressed is None:
-            return 1.0
-        return self._counted.size / max(1, self._decompressed.taken)
+    def expected_bytes(self) -> float | None:
+        """Estimate of the bytes of text, from what was read so far; None of a pipe."""
+        size = self._file.size_on_disk
+        if size is None or self._decompressed is None:
+            return size
+        return size * self._counted.size / max(1, self._decompressed.taken)
 
     def record(self) -> InputRecord:
         """Return the record of the file, whose text must have been read to its end.
@@ -210,6 +211,11 @@ class _HashedFile(io.RawIOBase):
             self._before = _state(self._file)
         except OSError as error:
             raise self._unreadable(error) from error
+
+    @property
+    def size_on_disk(self) -> int | None:
+        """Size of a regular file in bytes; None of a pipe or a device."""
+        return None if self._before is None else self._before[0]
 
     @property
     def sha256(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,11 +59,11 @@ def sizes_before_cleaning(sets: Sequence[FileSet], tokenizer: Tokenizer | None, 
     pairs = text = 0.0
     for files in sets:
         for place, path in enumerate(each for name, each in files.items() if not name.endswith("weights")):
-            if path == STANDARD_INPUT or not stat.S_ISREG(path.stat().st_mode):
+            if path == STANDARD_INPUT or not path.is_file():  # opening a pipe would take its text away
                 return None
             with open_input(path, quiet=True) as opened:
                 sample = opened.stream.read(_SAMPLE_BYTES)
-                expected = path.stat().st_size * opened.expansion
+                expected = opened.expected_bytes or 0
             text += expected
             if place == 0 and sample:
                 lines = sample.count(b"\n") + (not sample.endswith(b"\n"))
