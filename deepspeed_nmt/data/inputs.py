@@ -36,7 +36,8 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
         files: paths by the option that names them. Pipes and standard input (``-``) will do.
 
     Raises:
-        DataError: if files are missing or directories, all of them at once, or a name is not UTF-8.
+        DataError: if files are missing or directories, all of them at once, a name is not UTF-8, or a pipe is given
+            twice.
     """
     paths = [(option, path) for option, each in files.items() for path in each if path != STANDARD_INPUT]
     wrong = [
@@ -48,6 +49,11 @@ def check_inputs(files: Mapping[str, Paths]) -> None:
         raise DataError(f"every input must be an existing text file, but {'; '.join(wrong)}; check the paths")
     for option, path in paths:
         check_utf8_name(path, option)
+    pipes = [path.resolve() for _, path in paths if path.is_fifo()]
+    if again := [path for place, path in enumerate(pipes) if path in pipes[:place]]:
+        raise DataError(
+            f"a pipe can be read only once, but {again[0]} is given twice; write its text to a file first"
+        )
 
 
 def inspect_inputs(files: Mapping[str, Paths]) -> dict[str, tuple[InputRecord, ...]]:
@@ -112,10 +118,15 @@ def unaligned(counts: Sequence[tuple[str, int]]) -> str | None:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def unaligned_error(descriptions: Sequence[str]) -> DataError:
-    """Return the error of files that are not aligned, described by :func:`unaligned`."""
+def unaligned_error(descriptions: Sequence[str], what: str = "source and target") -> DataError:
+    """Return the error of files that are not aligned.
+
+    Args:
+        descriptions: of the files, by :func:`unaligned`.
+        what: content of the files.
+    """
     return DataError(
-        f"source and target must have the same number of lines, but {'; '.join(descriptions)}; find where one lost "
+        f"{what} must have the same number of lines, but {'; '.join(descriptions)}; find where one lost "
         "or gained lines (only \\n ends a line here)"
     )
 

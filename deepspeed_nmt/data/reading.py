@@ -64,21 +64,22 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
                 leading = texts[0].stream.readlines(PIECE_BYTES)
                 columns = [leading, *(list(islice(text.stream, len(leading))) for text in texts[1:])]
                 if any(len(column) != len(leading) for column in columns):
-                    raise _unaligned_error(texts)
+                    raise _unaligned_error(files, texts)
                 if not leading:
                     break
                 yield Piece(tuple(map(b"".join, columns)), names, first, len(leading))
                 first += len(leading)
             if any(text.stream.peek(1) for text in texts):
-                raise _unaligned_error(texts)
+                raise _unaligned_error(files, texts)
             for name, text in zip(files, texts, strict=True):
                 records.setdefault(name, []).append(text.record())
 
 
-def _unaligned_error(texts: Sequence[InputText]) -> DataError:
+def _unaligned_error(files: FileSet, texts: Sequence[InputText]) -> DataError:
     for text in texts:
         text.skip_rest()
-    return unaligned_error([unaligned([(text.name, text.lines) for text in texts]) or ""])
+    what = "source and target" if len(files) == 2 and "train.tsv" not in files else "text and weights"
+    return unaligned_error([unaligned([(text.name, text.lines) for text in texts]) or ""], what)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -148,12 +148,12 @@ def clean_text(
         DataError: if the text cannot be read.
     """
     work = _Checking(cleaner.config, cleaner.segmented, layout)
-    checked_pieces = ordered_map(work, pieces, workers, lambda piece: sum(map(len, piece.columns)))
     spans: list[Span] = []
     kept = 0
     with (
         files[0].open("wb") as source,
         files[1].open("wb") as target,
+        closing(ordered_map(work, pieces, workers, lambda piece: sum(map(len, piece.columns)))) as checked_pieces,
         counting("cleaning", "pairs", total) as advance,
     ):
         for checked in checked_pieces:
@@ -267,9 +267,9 @@ def encode_split(
     spans = [span._replace(weights=None) for span in files.spans]  # workers do not need them
     with (
         CorpusWriter(directory, split, vocabulary_size(tokenizer), unknown, weighted) as writer,
+        closing(ordered_map(work, spans, workers, lambda span: span.size)) as encoded_pieces,
         counting("encoding", "pairs", files.pairs) if split == "train" else nullcontext(_ignore) as advance,
     ):
-        encoded_pieces = ordered_map(work, spans, workers, lambda span: span.size)
         for span, encoded in zip(files.spans, encoded_pieces, strict=True):
             if cleaner is not None:
                 cleaner.removed.update(encoded.removed)

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -34,8 +34,8 @@ _stop: Any = None
 
 def ordered_map(
     work: Callable[[T], R], pieces: Iterable[T], workers: int, size_of: Callable[[T], int]
-) -> Iterator[R]:
-    """Yield ``work(piece)`` for each piece, in the order of the pieces.
+) -> Generator[R, None, None]:
+    """Yield ``work(piece)`` for each piece, in the order of the pieces. Workers live until the generator is closed.
 
     Args:
         work: function that depends on the piece only; a module's function, or an object that can be pickled.
@@ -56,7 +56,7 @@ def ordered_map(
         yield work(piece)
 
 
-def _in_workers(work: Callable[[T], R], pieces: Iterable[T], workers: int) -> Iterator[R]:
+def _in_workers(work: Callable[[T], R], pieces: Iterable[T], workers: int) -> Generator[R, None, None]:
     context = multiprocessing.get_context("spawn")  # a forked process could not use threads that its parent has
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(work, stop))

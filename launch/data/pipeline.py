@@ -274,7 +274,7 @@ def _check(
         if options.vocab_from is not None:
             open_tokenizer(options.vocab_from)
     except UserError as error:
-        parser.error(str(error).replace("--max-ratio", "--ratio"))
+        parser.error(str(error).replace("--max-ratio", "--ratio").replace("--workers", "--threads"))
 
 
 def _text_directory(out: Path, text: str, normalise: bool) -> Path:

@@ -186,6 +186,8 @@ def test_pipes_are_read(texts: dict[str, Any], tmp_path: Path) -> None:
         writers[-1].start()
         texts[name] = (pipe,)
     assert _prepare(texts).files == two.files
+    with pytest.raises(DataError, match=r"a pipe can be read only once, but .*train_source is given twice; write"):
+        _prepare(texts, train_target=texts["train_source"])
 
 
 def test_an_endless_line_is_refused(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +277,7 @@ def test_a_weight_that_is_no_positive_number_is_named(text: str, texts: dict[str
 @pytest.mark.parametrize("more", [-1, 1])
 def test_weights_that_are_not_aligned_are_refused(more: int, texts: dict[str, Any], tmp_path: Path) -> None:
     texts["train_weights"] = (_write(tmp_path / "weights", ["1"] * (len(SOURCE) + more)),)
-    counts = rf"train\.en has 192 lines, .*train\.de has 192 and .*weights has {192 + more}; find where"
+    counts = rf"text and weights must have .*train\.en has 192 lines, .*train\.de has 192 and .*weights has {192 + more}; find where"
     with pytest.raises(DataError, match=counts):
         _prepare(texts)
     assert _directories(tmp_path) == []
