@@ -277,8 +277,8 @@ def test_a_weight_that_is_no_positive_number_is_named(text: str, texts: dict[str
 @pytest.mark.parametrize("more", [-1, 1])
 def test_weights_that_are_not_aligned_are_refused(more: int, texts: dict[str, Any], tmp_path: Path) -> None:
     texts["train_weights"] = (_write(tmp_path / "weights", ["1"] * (len(SOURCE) + more)),)
-    counts = rf"text and weights must have .*train\.en has 192 lines, .*train\.de has 192 and .*weights has {192 + more}; find where"
-    with pytest.raises(DataError, match=counts):
+    counts = rf"train\.en has 192 lines, .*train\.de has 192 and .*weights has {192 + more}; find where"
+    with pytest.raises(DataError, match=rf"text and weights must have .* lines, but .*{counts}"):
         _prepare(texts)
     assert _directories(tmp_path) == []
 
