@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
-    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.training import TrainingData
     from deepspeed_nmt.run.warm_start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
@@ -35,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="F", help="YAML file of settings, which override the recipe")
     parser.add_argument(
         "--data",
-        type=Path,
-        metavar="DIR",
-        help="data directory, made by `prepare` (default: that of the resumed run)",
+        action="append",
+        metavar="DIR[=WEIGHT][@TAG]",
+        help="data directory, made by `prepare`; several are mixed, each with a weight (1 by default, or "
+        "=WEIGHT:FIRST-LAST,... by update) and a tag in front of its sentences (default: that of the resumed run)",
     )
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
     start = parser.add_mutually_exclusive_group()
@@ -131,14 +132,14 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         leave_world()
 
 
-def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
+def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origin | None]:
     """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
 
     Raises:
         UserError: if options contradict each other, or a file cannot be read.
     """
     from deepspeed_nmt.config import load_config, load_recorded
-    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
@@ -146,6 +147,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     check_utf8_name(arguments.run, "--run")
+    options = [DataOption.parse(text) for text in arguments.data or ()]
     source = arguments.init_from or arguments.grow_from
     if arguments.from_checkpoint is not None and source is None:
         raise ConfigError(
@@ -156,7 +158,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     base, begun = arguments.config, has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
     if begun:
-        verify_run(arguments.run, arguments.data)
+        verify_run(arguments.run, options[0].path if options else None)
     elif origin is not None:
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
@@ -165,10 +167,10 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
         check_origin(arguments.run, origin)
     config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None)
     before = load_recorded(recorded) if begun else None
-    if arguments.data is None and not begun:
+    if not options and not begun:
         raise ConfigError(
             "--data is required to start a run, but missing; give a directory made by `prepare` (a run that has a "
             "checkpoint remembers its own)"
         )
-    data = DataDirectory.open(arguments.data) if arguments.data is not None else recorded_data(arguments.run)
+    data = TrainingData(options) if options else recorded_data(arguments.run)
     return config.resolved(before), data, origin
