@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_nmt.selftest.models import write_corpus
-from tests.support import ROOT, run_ranks
+from tests.support import ROOT, run_ranks, write_mixture
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
@@ -34,6 +33,8 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
+    # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
+    "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
@@ -64,7 +65,7 @@ Reports = Callable[[str, Ranks], dict[str, Any]]
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """A function that returns the report of each engine, by its name, on a method and a number of ranks."""
     directory: Path = tmp_path_factory.mktemp("engines")
-    write_corpus(directory)
+    write_mixture(directory)
 
     @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
