@@ -4,6 +4,10 @@ An objective is a likelihood and any number of regularizers:
 
     loss = likelihood + sum_r weight_r regularizer_r.
 
+If pairs have weights (``Batch.weights_B``), both multiply the loss of each pair, at each target position or as a whole,
+by its weight. The engine divides by the number of target tokens all the same. So a pair counts as its weight says,
+whatever other pairs its update has.
+
 A regularizer may request further passes over the micro-batch. All passes run in one call of the encoder and one of
 the decoder (:mod:`deepspeed_nmt.core.passes`).
 
@@ -30,9 +34,11 @@ class LossOutput(NamedTuple):
     A tuple, because ZeRO-3 finds the tensors of a module's output in tuples.
 
     Attributes:
-        loss: loss to minimise, *summed* over target tokens (fp32 scalar).
-        nll: negative log-likelihood of the reference, summed over target tokens (fp32 scalar, no gradient).
-        metrics: further sums to report, by name (fp32 scalars, no gradient).
+        loss: loss to minimise, *summed* over target tokens, times the weights of pairs (fp32 scalar).
+        nll: negative log-likelihood of the reference, summed over target tokens without weights of pairs (fp32
+            scalar, no gradient).
+        metrics: further sums to report, by name, parts of the loss with the weights of pairs (fp32 scalars, no
+            gradient).
     """
 
     loss: Tensor
@@ -55,7 +61,7 @@ class Likelihood(Protocol):
         """Compute the loss, averaged over one or two passes over the same pairs.
 
         With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
-        loss, and the divergence is reported as the metric "divergence".
+        loss, and the divergence is reported as the metric "divergence". Both have the weights of pairs.
 
         Args:
             model: model whose projection is applied.
@@ -81,7 +87,8 @@ class Regularizer(Protocol):
     def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
         """Request passes, and return a function that computes the value from the states of all passes.
 
-        The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it.
+        The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it,
+        if all pairs weigh 1. Otherwise each pair's part is multiplied by the pair's weight (``Batch.weighted``).
 
         Returns:
             The function, or None if the regularizer is only a divergence from a paired pass, which the likelihood

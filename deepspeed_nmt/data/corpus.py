@@ -5,6 +5,8 @@ for each side:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
+
+If pairs have weights, there is also ``<split>.weights.bin``: float32, the factor on the loss of each pair.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from deepspeed_nmt.registry import Config
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
+_WEIGHT = np.dtype("<f4")
 
 
 class SideStats(Config):
@@ -63,6 +66,7 @@ class Corpus:
                 f"both sides of '{split}' in {directory} must have the same number of sentences, but the source has "
                 f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
             )
+        self._weights = _weights(directory / f"{split}.weights.bin", len(self._source))
 
     def __len__(self) -> int:
         return len(self._source)
@@ -84,6 +88,11 @@ class Corpus:
     def target_lengths(self) -> npt.NDArray[np.int32]:
         """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32] | None:
+        """Factors on the losses of the pairs; None if the directory has none, and all are 1. Shape: -> (N,)."""
+        return self._weights
 
 
 class _Side:
@@ -122,7 +131,19 @@ class _Side:
         return lengths.astype(np.int32)
 
 
-def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
+def _weights(path: Path, pairs: int) -> npt.NDArray[np.float32] | None:
+    if not path.is_file():
+        return None
+    weights = _map(path, _WEIGHT)
+    if len(weights) != pairs:
+        raise DataError(
+            f"{path} must hold a weight for each of {pairs} pairs, but holds {len(weights)}; it was damaged: run "
+            "`prepare` again"
+        )
+    return weights
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(

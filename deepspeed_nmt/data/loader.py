@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_row
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -121,6 +122,7 @@ def collate(
         target_tokens=sum(map(len, targets)) + rows,
         pad=pad,
         update=update,
+        weights_B=_weights(corpus, indices),
     )
 
 
@@ -161,7 +163,13 @@ def collate_packed(
         update=update or UpdateInfo(),
         source_segments=source_segments,
         target_segments=target_segments,
+        weights_B=_weights(corpus, indices) if len(indices) else None,
     )
+
+
+def _weights(corpus: Corpus, indices: Indices) -> Tensor | None:
+    """Return the weights of pairs; None if the corpus has none. Shape: (B,) -> (B,)."""
+    return None if corpus.weights is None else torch.from_numpy(corpus.weights[indices])
 
 
 class TrainLoader:

@@ -60,6 +60,7 @@ class LabelSmoothed:
             smoothing=self.smoothing,
             ignore_index=self.pad,
             divergence_weight=divergence,
+            row_weights_N=None if (weights_BT := batch.token_weights) is None else weights_BT.flatten(),
         )
         loss, nll_N, kl = model.projection(states_ND, consume)
         return LossOutput(loss, nll_N.sum(), {"divergence": kl} if len(passes) > 1 else {})

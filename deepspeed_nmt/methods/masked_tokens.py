@@ -196,6 +196,7 @@ class MaskedTokens:
             targets_N=targets_BT.flatten(),
             smoothing=self.config.smoothing,
             ignore_index=pad,
+            row_weights_N=None if (weights_BT := batch.token_weights) is None else weights_BT.flatten(),
         )
         loss, nll_N, _ = model.projection([found[TOP].flatten(0, 1)], consume)
         length = self._length(found[LENGTH], batch)
@@ -207,7 +208,7 @@ class MaskedTokens:
         real_BT = batch.target_mask
         length_B = (real_BT.sum(dim=1) - 1).clamp(min=0)
         losses_B = F.cross_entropy(logits_BL.float(), length_B, reduction="none")
-        total = torch.where(real_BT.any(dim=1), losses_B, 0.0).sum()
+        total = batch.weighted(torch.where(real_BT.any(dim=1), losses_B, 0.0)).sum()
         if self.config.length_average == "tokens":
             return total
         tokens = batch.update.tokens or batch.target_tokens

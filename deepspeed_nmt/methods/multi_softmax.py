@@ -220,6 +220,8 @@ class MultiSoftmax:
         targets_N = batch.target_output_BT.flatten()
         # Filled on the device: a copy of them from the host would wait for the device.
         row_weights_N = torch.cat([torch.full(targets_N.shape, share, device=targets_N.device) for share in shares])
+        if (weights_BT := batch.token_weights) is not None:
+            row_weights_N = row_weights_N * weights_BT.flatten().repeat(len(names))
         consume = partial(
             projected_cross_entropy,
             targets_N=targets_N.repeat(len(names)),
