@@ -4,7 +4,7 @@ An objective is a likelihood and any number of regularizers:
 
     loss = likelihood + sum_r weight_r regularizer_r.
 
-If pairs have weights (``Batch.weights_B``), both multiply the loss of each pair, at each target position or as a whole,
+If pairs have weights (``Batch.weights_B``), both multiply the loss of each pair, per target position or as a whole,
 by its weight. The engine divides by the number of target tokens all the same. So a pair counts as its weight says,
 whatever other pairs its update has.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import prefers_padded, yields
 from deepspeed_nmt.planning.memory import Recompute
 from deepspeed_nmt.planning.planner import Counts, Planner, count_model
+from deepspeed_nmt.run.validation_sets import digest, title
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
@@ -92,12 +93,15 @@ class ResolvedRun:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed: bool) -> ResolvedRun:
+def resolve_run(
+    config: RunConfig, data: DataDirectory, sets: Mapping[str, DataDirectory], world: World, *, resumed: bool
+) -> ResolvedRun:
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
         config: settings of the user.
         data: data to train on.
+        sets: data directories of all validation sets by name.
         world: the ranks.
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
@@ -111,9 +115,10 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         batch = resolve_layout(config, engine.precision, world.device)
         if config.batch.layout == "auto" and batch.layout == "packed":
             batch = less_empty(batch, data.corpus("train"), config.training.seed, world)
-        _check_data(config, vocabulary, data, resumed=resumed)
-        metrics, _ = config.validation.chosen(data.text_form)
-        Scorer(metrics, data.text_form, [])  # imports what it needs
+        _check_data(config, vocabulary, data, sets, resumed=resumed)
+        for name, each in sets.items():
+            metrics, _ = config.validation.chosen(each.text_form, name)
+            Scorer(metrics, each.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
@@ -187,12 +192,15 @@ def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> B
     return batch.model_copy(update={"layout": "padded"})
 
 
-def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> None:
+def check_ranks_agree(
+    config: RunConfig, data: DataDirectory, sets: Mapping[str, DataDirectory], world: World
+) -> None:
     """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
 
     Args:
         config: settings that this rank has read.
         data: data that this rank has opened.
+        sets: data of all validation sets by name, which may be at other places on each host.
         world: the ranks, which call it together.
 
     Raises:
@@ -202,7 +210,9 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
     own: dict[str, Any] = {
         "settings": config.model_dump(mode="json"),
         "data": [data.fingerprint, data.text_form.form],
+        "sets": {name: [digest({name: each}), each.text_form.form] for name, each in sets.items()},
     }
+    own["settings"]["validation"]["sets"] = list(sets)
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
@@ -214,6 +224,11 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
             raise DataError(
                 f"all ranks must have the same data, but {data.path} is not the data of rank 0 here; copy that to "
                 "this host"
+            )
+        if differing := [name for name, value in own["sets"].items() if value != main["sets"][name]]:
+            raise DataError(
+                f"all ranks must have the same validation sets, but {title(differing[0])} in "
+                f"{sets[differing[0]].path} is not that of rank 0 here; copy that to this host"
             )
 
 
@@ -284,7 +299,14 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     return kernels.fall_back_to_torch(differing)
 
 
-def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, *, resumed: bool) -> None:
+def _check_data(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    data: DataDirectory,
+    sets: Mapping[str, DataDirectory],
+    *,
+    resumed: bool,
+) -> None:
     """Check that the model can be trained on the data.
 
     Raises:
@@ -296,15 +318,16 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
     model = build_meta_model(config, vocabulary)
     check_size(model)
     bounds = {"source": model.longest_source, "target": model.longest_target}
-    for split in ("train", "valid"):
-        corpus = data.corpus(split)
+    of_sets = ((each, "valid", f" in validation.sets.{name}" if name else "") for name, each in sets.items())
+    for directory, split, where in ((data, "train", ""), *of_sets):
+        corpus = directory.corpus(split)
         sides = zip(bounds.items(), (corpus.source_lengths, corpus.target_lengths), strict=True)
         for (side, bound), lengths in sides:
             if bound is not None and int(lengths.max()) > bound:
                 remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
                 raise DataError(
                     f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
-                    f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
+                    f"{int(lengths.argmax()) + 1} of {split}{where} has {int(lengths.max())}; {remedy}"
                 )
 
 

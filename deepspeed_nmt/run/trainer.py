@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
+from deepspeed_nmt.run.validation import MAIN
+from deepspeed_nmt.run.validation_sets import SPLIT
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -59,6 +61,7 @@ class Job:
         path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
         config: settings of the run.
         data: data to train on.
+        sets: data directories of all validation sets by name, first that of ``data``.
         origin: run of a warm start; None for random or pretrained weights.
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
@@ -68,6 +71,7 @@ class Job:
     path: Path
     config: RunConfig
     data: DataDirectory
+    sets: Mapping[str, DataDirectory]
     origin: Origin | None
     world: World
     stop: StopRequest
@@ -83,7 +87,7 @@ class Job:
 
 def train_run(job: Job) -> Progress:
     """Train until the end or a requested stop, and return the progress. A rollback is followed by a resume."""
-    resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
+    resolved = resolve_run(job.config, job.data, job.sets, job.world, resumed=bool(job.store.names()))
     logger.info("%s", resolved)
     if job.world.is_main:
         resolved.save(job.path)
@@ -128,9 +132,15 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
     with fail_together(world):
-        valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
-        validator = ModelValidator(replica, objective, data, valid, config.validation, config.search, world)
-        data.check_same()  # files that are open now stay those whose hashes were verified
+        valid = {
+            name: ValidationSet(each.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
+            for name, each in job.sets.items()
+        }
+        validator = ModelValidator(
+            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog
+        )
+        for each in job.sets.values():
+            each.check_same()  # files that are open now stay those whose hashes were verified
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -142,7 +152,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                valid,
+                valid[MAIN],
                 replica,
                 objective,
                 world,

@@ -48,7 +48,7 @@ DEPTHS = {
     "deep_decoder": {"decoder_layers": 2},
     "exits": {"encoder_loops": 2},
 }
-WEIGHTED = ("deep_decoder", "exits", "abnet")
+WEIGHTED = ("deep_decoder", "exits")
 """Methods that are trained on pairs with weights."""
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
