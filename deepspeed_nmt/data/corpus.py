@@ -6,7 +6,7 @@ for each side:
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
 
-If pairs have weights, there is also ``<split>.weights.bin``: float32, the factor on the loss of each pair.
+A split with weights has ``<split>.weights.bin``: float32, little-endian, the factor of each pair's loss.
 """
 
 from __future__ import annotations
@@ -66,7 +66,13 @@ class Corpus:
                 f"both sides of '{split}' in {directory} must have the same number of sentences, but the source has "
                 f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
             )
-        self._weights = _weights(directory / f"{split}.weights.bin", len(self._source))
+        path = directory / weights_file(split)
+        self._weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
+        if self._weights is not None and len(self._weights) != len(self):
+            raise DataError(
+                f"{path} must hold the weights of {len(self)} pairs, but holds {len(self._weights)}; it was damaged: "
+                "run `prepare` again"
+            )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -91,8 +97,13 @@ class Corpus:
 
     @property
     def weights(self) -> npt.NDArray[np.float32] | None:
-        """Factors on the losses of the pairs; None if the directory has none, and all are 1. Shape: -> (N,)."""
+        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: -> (N,)."""
         return self._weights
+
+
+def weights_file(split: str) -> str:
+    """Return the name of the file with the weights of a split."""
+    return f"{split}.weights.bin"
 
 
 class _Side:
@@ -129,18 +140,6 @@ class _Side:
         lengths = np.diff(self._offsets)
         lengths += 1
         return lengths.astype(np.int32)
-
-
-def _weights(path: Path, pairs: int) -> npt.NDArray[np.float32] | None:
-    if not path.is_file():
-        return None
-    weights = _map(path, _WEIGHT)
-    if len(weights) != pairs:
-        raise DataError(
-            f"{path} must hold a weight for each of {pairs} pairs, but holds {len(weights)}; it was damaged: run "
-            "`prepare` again"
-        )
-    return weights
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

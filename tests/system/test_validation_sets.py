@@ -60,10 +60,8 @@ def test_each_set_is_measured_by_the_metrics_of_its_text(data: Path, validated: 
         assert values[f"valid/again/{name}"] == values[f"valid/{name}"]
     sides = ((data.parent / "text" / f"test.{language}").read_text().splitlines() for language in ("en", "de"))
     pairs = list(Translator.open(validated, checkpoint="last").score(*sides))
-    tokens = sum(len(pair.token_scores) for pair in pairs)
-    assert values["valid/news/nll"] == pytest.approx(
-        -sum(sum(pair.token_scores) for pair in pairs) / tokens, rel=1e-5
-    )
+    nll = -sum(pair.log_prob for pair in pairs) / sum(len(pair.log_probs) for pair in pairs)
+    assert values["valid/news/nll"] == pytest.approx(nll, rel=1e-5)
     progress = Checkpoint(validated / "checkpoints" / "update-0000004").progress
     assert progress.best_by is not None and progress.best_by.startswith("valid/news/bleu_tokenised of ")
     assert progress.best_loss == values["valid/news/loss"]

@@ -66,7 +66,7 @@ def test_weights_of_a_batch_are_those_of_its_pairs(corpus: Corpus, tmp_path: Pat
 def test_weights_that_are_not_one_for_each_pair_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     assert corpus.weights is None
     assert write_weights(tmp_path, *WEIGHTS).weights.tolist() == list(WEIGHTS)  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"train.weights.bin must hold a weight for each of 5 pairs, but holds 4"):
+    with pytest.raises(DataError, match=r"train.weights.bin must hold the weights of 5 pairs, but holds 4"):
         write_weights(tmp_path, *WEIGHTS[:4])
 
 
