@@ -16,6 +16,7 @@ from pydantic import SerializeAsAny, ValidationError
 
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
 from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.mixture import MixtureConfig
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
@@ -56,6 +57,7 @@ class RunConfig(Config):
         optimizer: the optimizer.
         schedule: the learning-rate schedule.
         batch: sizes of updates and micro-batches.
+        mixture: training on several corpora.
         training: the training loop.
         engine: the engine, its layout and its precision.
         validation: validation during training.
@@ -69,6 +71,7 @@ class RunConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     batch: BatchConfig = BatchConfig()
+    mixture: MixtureConfig = MixtureConfig()
     training: TrainingConfig = TrainingConfig()
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig = ValidationConfig()

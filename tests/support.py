@@ -18,10 +18,13 @@ from torch import Tensor
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
-from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths
+from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.manifest import replace_files
@@ -31,6 +34,35 @@ from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+class LengthsOnly(Corpus):
+    """A corpus of which only the lengths are known.
+
+    Args:
+        source: source lengths, EOS included. Shape: (N,)
+        target: target lengths, EOS included. Shape: (N,)
+    """
+
+    def __init__(self, source: Lengths, target: Lengths) -> None:
+        self._sides = source, target
+
+    def __len__(self) -> int:
+        return len(self._sides[0])
+
+    def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
+        return self._sides[0][indices], self._sides[1][indices]
+
+    @property
+    def target_tokens(self) -> int:
+        return int(self._sides[1].sum())
+
+
+def planned_epoch(source: Lengths, target: Lengths, update_tokens: int, seed: int = 1, epoch: int = 0) -> Window:
+    """Return all updates of an epoch of a corpus with these lengths; rows are its indices."""
+    plan = EpochPlan(Corpora.of(LengthsOnly(source, target)), seed, update_tokens)
+    places = [plan.place(Cursor(epoch, update), 0) for update in range(plan.updates_in(epoch))]
+    return Window.joined([plan.window(key) for key in dict.fromkeys(place.window for place in places)])
 
 
 def free_port() -> int:

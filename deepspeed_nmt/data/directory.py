@@ -183,6 +183,10 @@ class DataDirectory:
         """Open the token numbers of ``train`` or ``valid``."""
         return Corpus(self.path, split)
 
+    def training_corpora(self) -> list[Corpus]:
+        """Open the token numbers of ``train``, once for each segmentation."""
+        return [self.corpus("train")]
+
     def text(self, split: str, side: str) -> Path:
         """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.
 

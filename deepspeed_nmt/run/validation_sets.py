@@ -9,6 +9,9 @@ from pathlib import Path
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.files import check_utf8_name
+from deepspeed_nmt.parallel.agreement import fail_together
+from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.validation import MAIN, ValidationConfig, check_set_name
 
 SPLIT = "valid"
@@ -82,3 +85,23 @@ def digest(sets: Mapping[str, DataDirectory]) -> str:
             if file.startswith(f"{SPLIT}."):
                 found.update(f"{name} {file} {record.sha256}\n".encode())
     return found.hexdigest()[:8]
+
+
+def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
+    """Check that all ranks have the validation sets of rank 0, since each host may have files of its own.
+
+    Args:
+        sets: validation sets that this rank has opened, by name; the names are those of rank 0.
+        world: the ranks, which call it together.
+
+    Raises:
+        DataError: if one differs.
+    """
+    own = {name: [digest({name: each}), each.text_form.form] for name, each in sets.items()}
+    main = from_main(own, world)
+    with fail_together(world):
+        if differing := [name for name, value in own.items() if value != main.get(name)]:
+            raise DataError(
+                f"all ranks must have the same validation sets, but {title(differing[0])} in "
+                f"{sets[differing[0]].path} is not that of rank 0 here; copy that to this host"
+            )

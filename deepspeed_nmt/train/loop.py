@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.data.loader import Cursor, Prefetcher, Update
+from deepspeed_nmt.data.loader import Prefetcher, Update
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main

@@ -20,7 +20,8 @@ from typing import Any
 import deepspeed.utils.nvtx
 import torch
 
-from deepspeed_nmt.data.loader import Cursor, Update
+from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import join_world, leave_world

@@ -12,7 +12,8 @@ import pytest
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, collate
+from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, collate
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.errors import ConfigError
 from tests.support import random_corpus
 

@@ -13,9 +13,11 @@ from torch import Tensor
 from deepspeed_nmt.build import build_model, build_objective
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import TrainModule
+from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.data.loader import Cursor, collate, collate_packed
+from deepspeed_nmt.data.loader import collate, collate_packed
 from deepspeed_nmt.data.packing import PackedPart
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.parallel.world import World
@@ -166,3 +168,19 @@ def test_ranks_weigh_the_pairs_of_an_update_as_one_does(tmp_path: Path, layout: 
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     unweighted = sum(float(module(replace(batch, weights_B=None)).nll) for batch in shares[0].micro_batches)
     assert unweighted == sum(float(module(batch).nll) for batch in shares[0].micro_batches)
+
+
+def test_rows_of_several_corpora_and_segmentations_have_the_weights_of_their_pairs(tmp_path: Path) -> None:
+    """Pairs of a corpus without weights weigh 1, all segmentations of a pair the same."""
+    texts = []
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name, pairs=3, longest=12)
+        texts.append(Corpus(tmp_path / name, "train"))
+    plain, _, other = texts
+    weighted = write_weights(tmp_path / "b", 0.5, 2.0, 4.0)
+    corpora = Corpora([CorpusPart("a", (plain,)), CorpusPart("b", (weighted, other))])
+    found = corpora.weights_of(np.array([0, 8, 4, 3, 7, 2]))
+    assert found is not None and found.tolist() == [1.0, 4.0, 2.0, 0.5, 2.0, 1.0]
+    assert corpora.weights_of(np.array([1])) is not None, "all micro-batches of a run have weights, or none"
+    assert Corpora([CorpusPart("a", (plain,)), CorpusPart("c", (other,))]).weights_of(np.array([1])) is None

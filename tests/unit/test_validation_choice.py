@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_nmt.config import load_config, validate
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.data.directory import DataDirectory, Meta
+from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.manifest import FileRecord
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run import validation_sets
 from deepspeed_nmt.run.validation import MEAN, ValidationConfig
-from deepspeed_nmt.run.validation_sets import given_sets
+from deepspeed_nmt.run.validation_sets import check_sets_agree, digest, given_sets
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.metrics import _label
 
@@ -113,3 +119,23 @@ def test_the_console_has_the_values_of_named_sets_in_the_words_of_the_main_one()
     assert [_label(f"valid/news/{name}") for name in names] == [
         *("valid news loss", "", "valid news BLEU", "valid news chrf")
     ]
+
+
+def test_hosts_whose_validation_sets_differ_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def directory(content: str) -> DataDirectory:
+        meta = Meta.model_construct(
+            files={"valid.source": FileRecord.of(content.encode())}, text=RAW, segmented=False
+        )
+        return DataDirectory(tmp_path / content, meta)
+
+    one = World(0, 1, 0, torch.device("cpu"))
+    of_main: dict[str, Any] = {}
+    monkeypatch.setattr(validation_sets, "from_main", lambda own, world: of_main.setdefault("own", own))
+    sets = {"": directory("x"), "news": directory("y")}
+    for same in (sets, {"": directory("x"), "news": directory("y")}):
+        check_sets_agree(same, one)
+    with pytest.raises(
+        DataError, match=r"same validation sets, but the validation set news in .*/z is not that of rank 0"
+    ):
+        check_sets_agree({**sets, "news": directory("z")}, one)
+    assert digest(sets) != digest({"": directory("y"), "news": directory("x")}) != digest({"news": directory("y")})
