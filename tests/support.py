@@ -158,6 +158,14 @@ def random_corpus(
     return Corpus(directory, split)
 
 
+def write_weights(directory: Path, *weights: float) -> Corpus:
+    """Give the training pairs of a directory these weights, or if there are none random ones from 0.25 to 4."""
+    count = len(Corpus(directory, "train"))
+    drawn = 4.0 ** np.random.default_rng(count).uniform(-1.0, 1.0, count)
+    np.asarray(weights or drawn, dtype="<f4").tofile(directory / "train.weights.bin")
+    return Corpus(directory, "train")
+
+
 def parity_loader(directory: Path, world: World, engine: str = "plain", mixture: bool = False) -> TrainLoader:
     """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 

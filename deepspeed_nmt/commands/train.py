@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "=WEIGHT:FIRST-LAST,... by update) and a tag in front of its sentences (default: that of the resumed run)",
     )
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
+    parser.add_argument(
+        "--valid",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="validation set by this name: that of a data directory with the same vocabulary; may be repeated",
+    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="warm start: begin with this run's weights")
     start.add_argument("--grow-from", type=Path, metavar="RUN", help="depth growing: stack layers on this frozen run")
@@ -76,10 +83,12 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.lock import RunLock
     from deepspeed_nmt.run.resolve import check_ranks_agree
     from deepspeed_nmt.run.trainer import Job, train_run
+    from deepspeed_nmt.run.validation_sets import SPLIT, check_sets_agree, open_sets
 
     with once_per_host():
         isolate_extension_builds()
         config, data, origin = _read(arguments)
+        sets = open_sets(config.validation, data.main)
     if config.engine.silent_s > 0.0:
         # Otherwise NCCL aborts the process before the watchdog can name the rank at fault.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -93,6 +102,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     lock = None
     try:
         check_ranks_agree(config, data, world)
+        check_sets_agree(sets, world)
         if engine.compile == "layers":
             with fail_together(world):  # before anything is written
                 check_compiler(world.device)
@@ -101,6 +111,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
             if world.local_rank == 0:  # a host may have a copy of its own
                 data.verify_hashes()
+                for each in sets.values():
+                    if each is not data.main:
+                        each.verify_hashes(SPLIT)
             if world.is_main:
                 begin(arguments.run, config, data)
         with fail_together(world):
@@ -109,7 +122,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             logger.info("%s", summary(environment()))
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
         with watchdog:
-            progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
+            progress = train_run(Job(arguments.run, config, data, sets, origin, world, stop, watchdog))
         if stop.agreed:
             logger.info(
                 "stopped by %s after update %d; start the same command again to resume",
@@ -144,6 +157,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
+    from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     check_utf8_name(arguments.run, "--run")
@@ -165,7 +179,8 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
         base = recorded  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:
         check_origin(arguments.run, origin)
-    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None)
+    sets = {"validation": {"sets": given_sets(arguments.valid)}} if arguments.valid else {}
+    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None, sets)
     before = load_recorded(recorded) if begun else None
     if not options and not begun:
         raise ConfigError(

@@ -114,6 +114,22 @@ class Corpora:
             target[chosen] = targets + np.int32(self.parts[number].target_tag is not None)
         return source, target
 
+    def weights_of(self, rows: Indices) -> NDArray[np.float32] | None:
+        """Return the weights of some rows, 1 in corpora without; None if no corpus has weights. Shape: (B,) -> (B,).
+
+        All segmentations of a pair have its weight.
+        """
+        of_part = [part.segmentations[0].weights for part in self.parts]
+        if all(weights is None for weights in of_part):
+            return None
+        found = np.ones(len(rows), dtype=np.float32)
+        of_row = np.searchsorted(self._starts, rows, side="right") - 1
+        for place in np.unique(of_row).tolist():
+            if (weights := of_part[self._corpora[place][0]]) is not None:
+                chosen = of_row == place
+                found[chosen] = weights[rows[chosen] - self._starts[place]]
+        return found
+
     def part_of(self, rows: Indices) -> Indices:
         """Return the number of the corpus of each row. Shape: (B,) -> (B,)."""
         numbers = np.array([number for number, _ in self._corpora])

@@ -5,6 +5,8 @@ for each side:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
+
+A split with weights has ``<split>.weights.bin``: float32, little-endian, the factor of each pair's loss.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from deepspeed_nmt.registry import Config
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
+_WEIGHT = np.dtype("<f4")
 _CHUNK = 1 << 20
 """Pairs whose lengths are read at once where those of all are needed."""
 
@@ -65,6 +68,13 @@ class Corpus:
                 f"both sides of '{split}' in {directory} must have the same number of sentences, but the source has "
                 f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
             )
+        path = directory / weights_file(split)
+        self._weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
+        if self._weights is not None and len(self._weights) != len(self):
+            raise DataError(
+                f"{path} must hold the weights of {len(self)} pairs, but holds {len(self._weights)}; it was damaged: "
+                "run `prepare` again"
+            )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -87,6 +97,15 @@ class Corpus:
         """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
 
+    @property
+    def weights(self) -> npt.NDArray[np.float32] | None:
+        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: -> (N,)."""
+        return self._weights
+
+    def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+        """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
+        return None if self._weights is None else self._weights[indices]
+
     def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
         return self._source.lengths_of(indices), self._target.lengths_of(indices)
@@ -106,6 +125,11 @@ class Corpus:
     def target_tokens(self) -> int:
         """Target tokens of all pairs, EOS included."""
         return self._target.tokens + len(self)
+
+
+def weights_file(split: str) -> str:
+    """Return the name of the file with the weights of a split."""
+    return f"{split}.weights.bin"
 
 
 class _Side:
@@ -153,7 +177,7 @@ class _Side:
         return lengths.astype(np.int32)
 
 
-def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(

@@ -200,13 +200,16 @@ class DataDirectory:
             )
         return self.path / name
 
-    def verify_hashes(self) -> None:
-        """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
+    def verify_hashes(self, split: str = "") -> None:
+        """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
+
+        Args:
+            split: ``train``, ``valid`` or ``test`` for its files and the vocabulary only; "" for every file.
 
         Raises:
             DataError: if files are missing or were changed, all of them at once.
         """
-        self._check(verify=True)
+        self._check(verify=True, names=(f"{split}.", "vocabulary.") if split else ("",))
 
     def check_same(self) -> None:
         """Check that the directory is still the one that was opened; `prepare` replaces a directory as a whole.
@@ -219,11 +222,12 @@ class DataDirectory:
                 f"{self.path} must not be replaced while a run opens it, but `prepare` has made it again; start again"
             )
 
-    def _check(self, *, verify: bool) -> None:
+    def _check(self, *, verify: bool, names: tuple[str, ...] = ("",)) -> None:
+        """Check the files whose names begin with one of ``names``."""
         problems = [
             f"{name} {problem}"
             for name, record in sorted(self.meta.files.items())
-            if (problem := record.problem(self.path / name, verify))
+            if name.startswith(names) and (problem := record.problem(self.path / name, verify))
         ]
         if problems:
             raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.largest import check_lengths
 from deepspeed_nmt.data.loader import epoch_plan
 from deepspeed_nmt.data.mixture import MixturePlan
@@ -38,6 +39,7 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import prefers_padded, yields
 from deepspeed_nmt.planning.memory import Recompute
 from deepspeed_nmt.planning.planner import Counts, Planner, count_model
+from deepspeed_nmt.run.validation_sets import SPLIT, title
 from deepspeed_nmt.train.progress import Progress
 
 RESOLVED_FILE = "resolved.json"
@@ -97,12 +99,15 @@ class ResolvedRun:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def resolve_run(config: RunConfig, data: TrainingData, world: World, *, resumed: bool) -> ResolvedRun:
+def resolve_run(
+    config: RunConfig, data: TrainingData, sets: Mapping[str, DataDirectory], world: World, *, resumed: bool
+) -> ResolvedRun:
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
         config: settings of the user.
         data: data to train on.
+        sets: data directories of all validation sets by name.
         world: the ranks.
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
@@ -116,9 +121,10 @@ def resolve_run(config: RunConfig, data: TrainingData, world: World, *, resumed:
         batch = resolve_layout(config, engine.precision, world.device)
         if config.batch.layout == "auto" and batch.layout == "packed":
             batch = less_empty(batch, plan_of(data.corpora(config.mixture), config, data), world)
-        _check_data(config, vocabulary, data, resumed=resumed)
-        metrics, _ = config.validation.chosen(data.main.text_form)
-        Scorer(metrics, data.main.text_form, [])  # imports what it needs
+        _check_data(config, vocabulary, data, sets, resumed=resumed)
+        for name, each in sets.items():
+            metrics, _ = config.validation.chosen(each.text_form, name)
+            Scorer(metrics, each.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
@@ -228,6 +234,7 @@ def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> No
         "settings": config.model_dump(mode="json"),
         "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
     }
+    own["settings"]["validation"]["sets"] = list(config.validation.sets)  # at places of their own on each host
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
@@ -308,7 +315,9 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     return kernels.fall_back_to_torch(differing)
 
 
-def _check_data(config: RunConfig, vocabulary: Vocabulary, data: TrainingData, *, resumed: bool) -> None:
+def _check_data(
+    config: RunConfig, vocabulary: Vocabulary, data: TrainingData, sets: Mapping[str, DataDirectory], *, resumed: bool
+) -> None:
     """Check that the model can be trained on the data.
 
     Raises:
@@ -322,7 +331,11 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: TrainingData, *
     bounds = {"source": model.longest_source, "target": model.longest_target}
     if not any(bounds.values()):
         return
-    for split, corpora in (("train", data.corpora(config.mixture)), ("valid", Corpora.of(data.main.corpus("valid")))):
+    texts = {"train": data.corpora(config.mixture)}
+    texts |= {
+        f"valid of {title(name)}" if name else "valid": Corpora.of(each.corpus(SPLIT)) for name, each in sets.items()
+    }
+    for split, corpora in texts.items():
         for first, *lengths in corpora.all_lengths():
             for (side, bound), found in zip(bounds.items(), lengths, strict=True):
                 if bound is not None and int(found.max()) > bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.loader import TrainLoader, collate, epoch_plan
 from deepspeed_nmt.data.mixture import next_phase, taken
 from deepspeed_nmt.data.plans import Cursor, Plan
@@ -38,6 +39,8 @@ from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, plan_of, resolve_run
+from deepspeed_nmt.run.validation import MAIN
+from deepspeed_nmt.run.validation_sets import SPLIT
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -62,6 +65,7 @@ class Job:
         path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
         config: settings of the run.
         data: data to train on.
+        sets: data directories of all validation sets by name, first that of ``data``.
         origin: run of a warm start; None for random or pretrained weights.
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
@@ -71,6 +75,7 @@ class Job:
     path: Path
     config: RunConfig
     data: TrainingData
+    sets: Mapping[str, DataDirectory]
     origin: Origin | None
     world: World
     stop: StopRequest
@@ -86,7 +91,7 @@ class Job:
 
 def train_run(job: Job) -> Progress:
     """Train until the end or a requested stop, and return the progress. A rollback is followed by a resume."""
-    resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
+    resolved = resolve_run(job.config, job.data, job.sets, job.world, resumed=bool(job.store.names()))
     logger.info("%s", resolved)
     if job.world.is_main:
         resolved.save(job.path)
@@ -155,9 +160,16 @@ def _session(
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
     with fail_together(world):
-        valid = ValidationSet(data.main.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
-        validator = ModelValidator(replica, objective, data.main, valid, config.validation, config.search, world)
+        valid = {
+            name: ValidationSet(each.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
+            for name, each in job.sets.items()
+        }
+        validator = ModelValidator(
+            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog
+        )
         data.check_same()  # files that are open now stay those whose hashes were verified
+        for each in job.sets.values():
+            each.check_same()
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -169,7 +181,7 @@ def _session(
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                valid,
+                valid[MAIN],
                 replica,
                 objective,
                 world,
