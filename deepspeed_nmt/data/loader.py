@@ -38,8 +38,8 @@ class Update:
         target_tokens: target tokens of the whole update, over all ranks.
         padded_positions: source and target positions of this rank's micro-batches, padding included.
         real_positions: the same without padding.
-        corpus_tokens: target tokens of each corpus in the whole update.
         after: position of the next update in the data.
+        corpus_tokens: target tokens of each corpus in the whole update.
     """
 
     number: int
@@ -47,8 +47,8 @@ class Update:
     target_tokens: int
     padded_positions: int
     real_positions: int
-    corpus_tokens: tuple[int, ...]
     after: Cursor
+    corpus_tokens: tuple[int, ...] = ()
 
 
 def collate(
