@@ -12,7 +12,7 @@ A split with weights has ``<split>.weights.bin``: float32, little-endian, the fa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,8 @@ from deepspeed_nmt.registry import Config
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
 _WEIGHT = np.dtype("<f4")
+_CHUNK = 1 << 20
+"""Pairs whose lengths are read at once where those of all are needed."""
 
 
 class SideStats(Config):
@@ -100,6 +102,30 @@ class Corpus:
         """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: -> (N,)."""
         return self._weights
 
+    def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+        """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
+        return None if self._weights is None else self._weights[indices]
+
+    def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
+        return self._source.lengths_of(indices), self._target.lengths_of(indices)
+
+    def all_lengths(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """Yield source and target lengths of all pairs, EOS included, for about a million pairs at a time."""
+        for start in range(0, len(self), _CHUNK):
+            yield self.lengths(np.arange(start, min(start + _CHUNK, len(self))))
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target, EOS included; 0 in an empty corpus."""
+        chunks = [(int(source.max()), int(target.max())) for source, target in self.all_lengths()]
+        return max((source for source, _ in chunks), default=0), max((target for _, target in chunks), default=0)
+
+    @property
+    def target_tokens(self) -> int:
+        """Target tokens of all pairs, EOS included."""
+        return self._target.tokens + len(self)
+
 
 def weights_file(split: str) -> str:
     """Return the name of the file with the weights of a split."""
@@ -134,6 +160,15 @@ class _Side:
         if not 0 <= index < len(self):  # a negative index would silently give an empty sentence
             raise IndexError(f"sentence {index} of {len(self)}")
         return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    @property
+    def tokens(self) -> int:
+        return int(self._offsets[-1])
+
+    def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        lengths = self._offsets[indices + 1] - self._offsets[indices]
+        lengths += 1
+        return lengths.astype(np.int32)
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
