@@ -58,7 +58,8 @@ def ordered_map(
 
 def _in_workers(work: Callable[[T], R], pieces: Iterable[T], workers: int) -> Generator[R, None, None]:
     context = multiprocessing.get_context("spawn")  # a forked process could not use threads that its parent has
-    stop = context.Event()
+    with _signals_blocked():  # the process that cleans up after semaphores starts here, and must outlive SIGHUP
+        stop = context.Event()
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(work, stop))
     waiting: deque[Future[R]] = deque()
     try:
