@@ -12,7 +12,10 @@ from deepspeed_nmt.data.removals import Removals
 
 
 def hashes_of(texts: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
-    """Hash ``count`` texts to 64 bits each: among 20 million texts, any two collide with a probability of 1 in 100,000."""
+    """Hash ``count`` texts to 64 bits each.
+
+    Among 20 million texts, any two collide with a probability of 1 in 100,000.
+    """
     return np.fromiter(map(_hash_of, texts), np.uint64, count)
 
 

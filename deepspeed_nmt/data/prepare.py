@@ -20,7 +20,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
-from deepspeed_nmt.data.clean import PairCleaner, Reason, batched, normalise_whitespace, read_lines
+from deepspeed_nmt.data.clean import PairCleaner, batched, normalise_whitespace, read_lines
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
 from deepspeed_nmt.data.directory import (
     FORMAT,
@@ -94,7 +94,7 @@ def _fill(
     recorded: dict[str, Any],
     inputs: dict[str, tuple[InputRecord, ...]],
 ) -> Meta:
-    cleaner = PairCleaner(options.cleaning, options.segmented)
+    cleaner = PairCleaner(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
     clean_source, clean_target = staging / "clean.source", staging / "clean.target"
     pairs = sum(record.lines for record in inputs["train.source"])
     lines = progress(read_pairs(inputs["train.source"], inputs["train.target"]), "cleaning", "pairs", total=pairs)
@@ -147,7 +147,9 @@ def _fill(
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
-        removed={reason.value: cleaner.removed[reason] for reason in Reason},
+        removed={reason: cleaner.removed[reason] for reason in cleaner.reasons},
+        removed_examples={reason: tuple(cleaner.removals.examples.get(reason, ())) for reason in cleaner.reasons},
+        repaired={rule: {side: cleaner.repaired[rule, side] for side in SIDES} for rule in options.unicode},
         splits={split: stats for split, (stats, _) in encoded.items()},
         round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
         files=files,
@@ -206,7 +208,7 @@ def _encode(
             sources = tokenizer.encode_batch([source for source, _ in batch], "source", threads)
             targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)
             if cleaner is not None:
-                keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
+                keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets], batch)
                 batch = list(compress(batch, keep))
                 sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
             tried["source"].add((source for source, _ in batch), sources)
@@ -218,8 +220,8 @@ def _encode(
 def _check_some_left(cleaner: PairCleaner) -> None:
     if cleaner.kept == 0:
         reasons = "; ".join(
-            f"{cleaner.removed[reason]}: {cleaner.config.describe(reason)}"
-            for reason in Reason
+            f"{cleaner.removed[reason]}: {cleaner.describe(reason)}"
+            for reason in cleaner.reasons
             if cleaner.removed[reason]
         )
         raise DataError(

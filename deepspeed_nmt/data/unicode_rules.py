@@ -1,8 +1,8 @@
 """Rules that repair the characters of training text before it is checked, each off unless it is named.
 
-Unlike the normalization of a vocabulary (:mod:`deepspeed_nmt.data.normalization`), which is part of the model and
-applied to everything that it reads, these rules change training text only. So they are for what does not occur in text
-to be translated, or what its vocabulary's normalization unifies anyway: filters and duplicates see the result.
+The normalization of a vocabulary (:mod:`deepspeed_nmt.data.normalization`) is part of the model and applied to all
+text that it reads. These rules change training text only, so that filters see the result and find its duplicates. They
+are for characters that text to be translated does not have, or that the vocabulary normalises anyway.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def read_unicode_rules(given: str | Iterable[str]) -> tuple[str, ...]:
     words = given.split(",") if isinstance(given, str) else given
     names = set(filter(None, map(str.strip, words)))
     for name in sorted(names - UNICODE_RULES.keys()):
-        raise ConfigError(f"--unicode must name known rules, but has {shown(name)}{did_you_mean(name, UNICODE_RULES)}")
+        raise ConfigError(
+            f"--unicode must name known rules, but has {shown(name)}{did_you_mean(name, UNICODE_RULES)}"
+        )
     return tuple(name for name in UNICODE_RULES if name in names)
 
 

@@ -37,9 +37,13 @@ FILTERS: Registry[Callable[[str, str], Any]] = Registry(
 )
 """All filters, in the order in which they are applied."""
 PRESETS: Mapping[str, tuple[str, ...]] = {
-    "web": tuple("html url long_words letters copy digits punctuation repetition near_duplicates".split()),
+    "web": (
+        *("html", "url", "long_words", "letters", "copy", "digits", "punctuation", "repetition", "near_duplicates"),
+    ),
 }
 """Names for several filters, all with their defaults. They need no languages and no further packages."""
+
+__all__ = ["FILTERS", "PRESETS", "FilterConfig", "FilterConfigs", "PairFilters", "read_filters"]
 
 FilterConfigs = Mapping[str, FilterConfig]
 """Settings of the filters that are applied, by name."""

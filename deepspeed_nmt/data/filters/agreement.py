@@ -10,7 +10,7 @@ import regex
 from pydantic import Field
 from typing_extensions import override
 
-from deepspeed_nmt.data.filters.base import FilterConfig, Test
+from deepspeed_nmt.data.filters.base import UNSPACED, FilterConfig, Test
 from deepspeed_nmt.text import TextForm
 
 _DIGIT = re.compile(r"\d")
@@ -18,8 +18,7 @@ _END_OF_SENTENCE = tuple(".!?…\u061f\u06d4\u0964\u0965\u1362")  # also Arabic,
 _CLOSING = "\"'”’»«›)]}"
 _FULL_WIDTH_END = re.compile("[\u3002\uff01\uff1f\uff61]+")
 _WORD = re.compile(r"[^\W\d_]+")
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-_PIECE = regex.compile(rf"(?V1)[{_UNSPACED}]|[\w--[{_UNSPACED}]]+")
+_PIECE = regex.compile(rf"(?V1)[{UNSPACED}]|[\w--[{UNSPACED}]]+")
 """Words; characters of scripts that put no spaces between words."""
 _LONGEST_PERIOD = 50
 """Words after which a repetition is no longer found, to bound the time."""
@@ -91,7 +90,7 @@ class RepetitionConfig(FilterConfig):
 
 
 def repetition(config: RepetitionConfig, text: TextForm) -> Test:
-    """Build the filter ``repetition``: n-grams of up to 50 words, in any case, whatever punctuation is between them."""
+    """Build the filter ``repetition`` of n-grams of up to 50 words, whatever their case and punctuation."""
     times = config.times
 
     def repeats(side: str) -> bool:

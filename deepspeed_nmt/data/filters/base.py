@@ -37,6 +37,10 @@ class FilterConfig(Config):
         raise NotImplementedError
 
 
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+"""Scripts that put no spaces between words, as the content of a set of `regex`."""
+
+
 def share(part: int, whole: int) -> float:
     """Return part / whole; 0 if there is nothing."""
     return part / whole if whole else 0.0

@@ -36,9 +36,9 @@ _LANGUAGES = {
     "Kannada": "kn",
     "Khmer": "km",
     "Lao": "lo",
-    "Latin": "af ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl ha haw hmn hr ht hu ia id "
-    "ig is it jv kab la lb lg ln lt lv mg mi ms mt nb nds nl nn no nso ny oc pl pt qu rm ro rw sc sk sl sm sn so sq "
-    "st su sv sw tet tk tl tn tr ts uz vi vo wa wo xh yo zu",
+    "Latin": "af ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl ha haw hmn hr ht hu ia "
+    "id ig is it jv kab la lb lg ln lt lv mg mi ms mt nb nds nl nn no nso ny oc pl pt qu rm ro rw sc sk sl sm sn so "
+    "sq st su sv sw tet tk tl tn tr ts uz vi vo wa wo xh yo zu",
     "Malayalam": "ml",
     "Myanmar": "my",
     "Oriya": "or",
@@ -119,8 +119,8 @@ def _foreign(scripts: str) -> regex.Pattern[str]:
         return regex.compile(rf"(?V1)[\p{{Alphabetic}}--[{own}\p{{Script=Common}}\p{{Script=Inherited}}]]")
     except regex.error as error:
         raise ConfigError(
-            f"the filter script must have Unicode's names of scripts, such as Latin or Han+Hiragana+Katakana, but has "
-            f"{shown(scripts)}"
+            "the filter script must have Unicode's names of scripts, such as Latin or Han+Hiragana+Katakana, but "
+            f"has {shown(scripts)}"
         ) from error
 
 

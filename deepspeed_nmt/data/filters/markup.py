@@ -9,23 +9,23 @@ import regex
 from pydantic import Field
 from typing_extensions import override
 
-from deepspeed_nmt.data.filters.base import FilterConfig, Test, share
+from deepspeed_nmt.data.filters.base import UNSPACED, FilterConfig, Test, share
 from deepspeed_nmt.text import TextForm
 
-_ELEMENTS = """a abbr acronym address applet area article aside audio b base basefont bdi bdo big blockquote body br
+_ELEMENTS = """
+a abbr acronym address applet area article aside audio b base basefont bdi bdo big blockquote body br
 button canvas caption center cite code col colgroup data datalist dd del details dfn dialog dir div dl dt em embed
-fieldset figcaption figure font footer form frame frameset h1 h2 h3 h4 h5 h6 head header hr html i iframe img input ins
-kbd label legend li link main map mark menu meta meter nav nobr noframes noscript object ol optgroup option output p
-param picture pre progress q rp rt ruby s samp script section select small source span strike strong style sub summary
-sup svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr""".split()
-# Element names keep "a < b" and placeholders such as <name> out. No alternative can match across another "<", so that
-# searching takes linear time.
-_TAG = re.compile(rf"</?(?:{'|'.join(_ELEMENTS)})(?:[\s/][^<>]*)?>|<!--|<!doctype[^<>]*>", re.IGNORECASE)
+fieldset figcaption figure font footer form frame frameset h1 h2 h3 h4 h5 h6 head header hr html i iframe img input
+ins kbd label legend li link main map mark menu meta meter nav nobr noframes noscript object ol optgroup option output
+p param picture pre progress q rp rt ruby s samp script section select small source span strike strong style sub
+summary sup svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr
+"""
+# Names of elements keep "a < b" and placeholders such as <name> out. A tag cannot contain another "<", so that a search
+# takes linear time.
+_TAG = re.compile(rf"</?(?:{'|'.join(_ELEMENTS.split())})(?:[\s/][^<>]*)?>|<!--|<!doctype[^<>]*>", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 _ADDRESS = re.compile(r"(?:\b(?:https?|ftp)://|\bwww\.)[!-~]+|[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64})+")
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-"""Scripts that put no spaces between words."""
-_WORDS = regex.compile(rf"(?V1)[\S--[{_UNSPACED}]]+")
+_WORDS = regex.compile(rf"(?V1)[\S--[{UNSPACED}]]+")
 _LETTERS = regex.compile(r"[\p{L}\p{M}]+")
 
 
@@ -51,7 +51,9 @@ def html(config: HtmlConfig, text: TextForm) -> Test:
             found += sum(len(each) for each in entities if each[1] == "#" or each[1:] in html5)
         return found
 
-    return lambda source, target: any(share(marked_up(side), len(side)) > config.max_share for side in (source, target))
+    return lambda source, target: any(
+        share(marked_up(side), len(side)) > config.max_share for side in (source, target)
+    )
 
 
 class UrlConfig(FilterConfig):
@@ -73,7 +75,9 @@ def url(config: UrlConfig, text: TextForm) -> Test:
             return 0
         return sum(len(address.group()) for address in _ADDRESS.finditer(side))
 
-    return lambda source, target: any(share(addresses(side), len(side)) > config.max_share for side in (source, target))
+    return lambda source, target: any(
+        share(addresses(side), len(side)) > config.max_share for side in (source, target)
+    )
 
 
 class LongWordsConfig(FilterConfig):
