@@ -1,8 +1,8 @@
 """Rules that repair the characters of training text before it is checked, each off unless it is named.
 
 The normalization of a vocabulary (:mod:`deepspeed_nmt.data.normalization`) is part of the model and applied to all
-text that it reads. These rules change training text only, so that filters see the result and find its duplicates. They
-are for characters that text to be translated does not have, or that the vocabulary normalises anyway.
+text that it reads. These rules change training text only, before filters and duplicates. They are for characters that
+text to be translated does not have, or that the vocabulary normalises anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 # Joiners are letters' neighbours in Arabic and Indic scripts and join emoji. Between characters of Latin, Greek,
 # Cyrillic and Armenian text (below U+0590) they are left over from a web page.
-_BARE_JOINER = r"(?:(?<=[\x00-\u058f])|^)[\u200c\u200d](?=[\x00-\u058f\u200c\u200d]|$)"
+_BARE_JOINER = r"(?:(?<=[\x00-\u058f])|^)[\u200c\u200d]+(?=[\x00-\u058f]|$)"
 _ZERO_WIDTH = re.compile(rf"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|{_BARE_JOINER}")
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 CONTROL = "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f"

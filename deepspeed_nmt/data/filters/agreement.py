@@ -13,9 +13,9 @@ from typing_extensions import override
 from deepspeed_nmt.data.filters.base import UNSPACED, FilterConfig, Test
 from deepspeed_nmt.text import TextForm
 
-_DIGIT = re.compile(r"\d")
+_NUMBER = re.compile(r"\d+")
 _END_OF_SENTENCE = tuple(".!?…\u061f\u06d4\u0964\u0965\u1362")  # also Arabic, Urdu, Devanagari, Ethiopic
-_CLOSING = "\"'”’»«›)]}"
+_CLOSING = "\"'”’“‘»«›‹)]}」』）"
 _FULL_WIDTH_END = re.compile("[\u3002\uff01\uff1f\uff61]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _PIECE = regex.compile(rf"(?V1)[{UNSPACED}]|[\w--[{UNSPACED}]]+")
@@ -27,7 +27,11 @@ _SHORTEST_REPEATED = 3
 
 
 class DigitsConfig(FilterConfig):
-    """Settings of ``digits``, with the measure of Vázquez et al. (2019) and OpusFilter's default, in any order."""
+    """Settings of ``digits``, with the measure of Vázquez et al. (2019) and OpusFilter's default.
+
+    Here the digits may have any order, and "8" may be translated as "eight": a side without digits is compared with
+    the other side's numbers of three digits and more.
+    """
 
     min_similarity: float = Field(default=0.5, gt=0, le=1)
     """Smallest similarity of the two sides' digits other than 0: twice the common ones, by their number in all."""
@@ -38,15 +42,18 @@ class DigitsConfig(FilterConfig):
 
 
 def digits(config: DigitsConfig, text: TextForm) -> Test:
-    """Build the filter ``digits``. Digits of any script count; numbers in words do not."""
+    """Build the filter ``digits``, for digits of any script."""
 
-    def counted(side: str) -> Counter[int]:
-        found = Counter(map(unicodedata.digit, _DIGIT.findall(side)))
+    def counted(numbers: list[str]) -> Counter[int]:
+        found = Counter(map(unicodedata.digit, "".join(numbers)))
         del found[0]
         return found
 
     def differ(source: str, target: str) -> bool:
-        ours, theirs = counted(source), counted(target)
+        numbers = _NUMBER.findall(source), _NUMBER.findall(target)
+        if not all(numbers):
+            numbers = [each for each in numbers[0] if len(each) > 2], [each for each in numbers[1] if len(each) > 2]
+        ours, theirs = map(counted, numbers)
         total = ours.total() + theirs.total()
         return total > 0 and 2 * (ours & theirs).total() < config.min_similarity * total
 

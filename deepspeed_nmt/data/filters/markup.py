@@ -20,8 +20,8 @@ ins kbd label legend li link main map mark menu meta meter nav nobr noframes nos
 p param picture pre progress q rp rt ruby s samp script section select small source span strike strong style sub
 summary sup svg table tbody td template textarea tfoot th thead time title tr track tt u ul var video wbr
 """
-# Names of elements keep "a < b" and placeholders such as <name> out. A tag cannot contain another "<", so that a search
-# takes linear time.
+# Names of elements keep "a < b" and placeholders such as <name> out. No tag contains another "<", so searching takes
+# linear time.
 _TAG = re.compile(rf"</?(?:{'|'.join(_ELEMENTS.split())})(?:[\s/][^<>]*)?>|<!--|<!doctype[^<>]*>", re.IGNORECASE)
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
 _ADDRESS = re.compile(r"(?:\b(?:https?|ftp)://|\bwww\.)[!-~]+|[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64})+")
