@@ -166,6 +166,7 @@ class PairChecker:
         self.segmented = segmented
         self.filters = filters or PairFilters({}, TextForm())
         self.unicode_rules = unicode_rules
+        self._has_filters = bool(self.filters.judging)
 
     @property
     def repetitions(self) -> tuple[str, ...]:
@@ -174,23 +175,19 @@ class PairChecker:
 
     def check(self, lines: Sequence[tuple[bytes, bytes]]) -> CheckedPairs:
         """Check a batch of lines (source, target)."""
-        checked = CheckedPairs(np.zeros(len(lines), dtype=np.bool_), [])
+        checked = CheckedPairs(np.ones(len(lines), dtype=np.bool_), [])
         for number, (source_line, target_line) in enumerate(lines):
             found = self._check(source_line, target_line, checked)
             if isinstance(found, str):
+                checked.sound[number] = False
                 checked.removals.add(found, source_line, target_line)
             else:
-                checked.sound[number] = True
                 checked.pairs.append(found)
         for reason in self.repetitions:
-            keys = (self._key(reason, *pair) for pair in checked.pairs)
+            duplicate = reason == Reason.DUPLICATE.value
+            keys = map("\n".join, checked.pairs) if duplicate else self.filters.keys(reason, checked.pairs)
             checked.hashes[reason] = hashes_of(keys, len(checked.pairs))
         return checked
-
-    def _key(self, reason: str, source: str, target: str) -> str:
-        if reason == Reason.DUPLICATE.value:
-            return f"{source}\n{target}"
-        return self.filters.key(reason, source, target)
 
     def _check(self, source_line: bytes, target_line: bytes, checked: CheckedPairs) -> tuple[str, str] | str:
         """Return the text of a pair, or the reason to remove it."""
@@ -212,7 +209,9 @@ class PairChecker:
         # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
             return Reason.TOO_LONG.value
-        return self.filters.fault(source, target) or (source, target)
+        if self._has_filters and (fault := self.filters.fault(source, target)):
+            return fault
+        return source, target
 
     def _repaired(self, line: str, side: str, checked: CheckedPairs) -> str:
         line, changed = repair(line, self.unicode_rules)

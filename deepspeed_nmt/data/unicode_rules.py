@@ -11,6 +11,8 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 
+import regex
+
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 
 # Joiners are letters' neighbours in Arabic and Indic scripts and join emoji. Between characters of Latin, Greek,
@@ -21,6 +23,8 @@ _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 CONTROL = "\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f"
 """C0 and C1 controls except white space (tab, line feed, \\v, \\f, \\r, U+0085), and DEL: ranges of a pattern."""
 _CONTROL = re.compile(f"[{CONTROL}]")
+_SHORT_LINE = 1000
+_MANY_MARKS = regex.compile(r"\p{M}{100}")
 
 
 def _without(pattern: re.Pattern[str]) -> Callable[[str], str]:
@@ -28,6 +32,9 @@ def _without(pattern: re.Pattern[str]) -> Callable[[str], str]:
 
 
 def _nfc(line: str) -> str:
+    # Python orders a character's marks in quadratic time. Text has a few of them; Unicode's stream-safe format, 30.
+    if len(line) > _SHORT_LINE and _MANY_MARKS.search(line):
+        return line
     return unicodedata.normalize("NFC", line)
 
 

@@ -282,6 +282,13 @@ def test_unicode_rules(rule: str, line: str, expected: str) -> None:
     assert repair("plain text\x0c", tuple(UNICODE_RULES)) == ("plain text\x0c", [])
 
 
+def test_hostile_marks_are_left_alone() -> None:
+    """Python's NFC takes quadratic time in a character's marks: minutes for this line."""
+    for line in ("a" + "\u0301\u0323" * 100_000, "x" * 2000 + "\u0301\u0323" * 100_000):
+        assert repair(line, ("nfc",)) == (line, [])
+    assert repair("e\u0301" * 600, ("nfc",)) == ("é" * 600, ["nfc"])
+
+
 def test_unicode_rules_are_named() -> None:
     assert (
         read_unicode_rules("nfc, drop_control")

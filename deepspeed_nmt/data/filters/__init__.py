@@ -7,7 +7,7 @@ judged for itself, so worker processes can share the pairs; only for ``near_dupl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -152,9 +152,10 @@ class PairFilters:
         source, target = self._words(source), self._words(target)
         return next((name for name, removes in self._tests.items() if removes(source, target)), "")
 
-    def key(self, name: str, source: str, target: str) -> str:
-        """Return the text by which the filter ``name`` finds repetitions of a pair."""
-        return self._keys[name](self._words(source), self._words(target))
+    def keys(self, name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+        """Yield the text by which the filter ``name`` finds repetitions, of each pair."""
+        key = self._keys[name]
+        return (key(self._words(source), self._words(target)) for source, target in pairs)
 
     def _words(self, side: str) -> str:
         return side.replace("@@ ", "") if self._segmented else side

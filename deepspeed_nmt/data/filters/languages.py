@@ -17,6 +17,8 @@ from deepspeed_nmt.data.filters.base import FilterConfig, Test, share
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.text import TextForm
 
+_IDENTIFIED = 1000
+"""Characters of a line by which its language is identified; more take time, and a line of marks takes hours."""
 _LETTER = regex.compile(r"\p{Alphabetic}")
 _LANGUAGES = {
     "Arabic": "ar arz ary ckb fa ku ps sd sdh ug ur",
@@ -157,6 +159,7 @@ def language(config: LanguageConfig, text: TextForm) -> Test:
     identifier = _identifier()
 
     def is_other(side: str, expected: str) -> bool:
+        side = side[:_IDENTIFIED]
         best, probability = identifier.classify(side)
         if best == expected:
             return bool(probability < config.min_probability)

@@ -46,9 +46,6 @@ class PairStream:
             else:
                 keep[number] = True
         left = [pairs[number] for number in np.flatnonzero(keep)]
-        hashes = {
-            name: hashes_of((self._filters.key(name, *pair) for pair in left), len(left))
-            for name in self._filters.remembering
-        }
+        hashes = {name: hashes_of(self._filters.keys(name, left), len(left)) for name in self._filters.remembering}
         keep[keep] = self._repetitions.remove(left, hashes, self.removals)
         return keep
