@@ -58,6 +58,7 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
         ("", "in 1989", "damals", "1 Jahr nach 1988"),
         ("", "the 100 men", "die Leute", "die Leute 10"),
         ("", "the 100 men", "die 2", "die 1"),
+        ("", "1000000", "2 Millionen", "1 Million"),  # zeros do not count
         ("", "the 100 men", "hundert Leute", "100 Leute"),
         ("", "the 990 men", "x", "x 9 x"),
         ("", "eight of 13 and 200", "acht von dreizehn", "acht von ١٣ und ٢٠٠"),
@@ -106,6 +107,10 @@ def test_a_filter_removes_a_pair_and_keeps_its_neighbour(name: str, case: tuple[
     if name != "script":  # no other one distinguishes the sides
         assert _removes(word, (removed, source))
         assert not _removes(word, (kept, source))
+
+
+def test_a_number_is_no_copy() -> None:
+    assert not _removes("copy", ("12:30", "12:30"))
 
 
 def test_every_filter_has_cases() -> None:
@@ -204,11 +209,14 @@ def test_script_of_an_unknown_language() -> None:
 
 def test_segmented_text_is_judged_by_its_words() -> None:
     text = TextForm(form="tokenised")
-    source, target = "Bos@@ ton is gre@@ at", "Bost@@ on ist gr@@ oß"
+    source, target = "Bo@@ sto@@ n is gre@@ at", "Bo@@ ston ist gr@@ oß"
     for segmented, fault in ((True, ""), (False, "long_words")):
         configs = read_filters("long_words=7" if segmented else "long_words=5")
         assert PairFilters(configs, text, segmented).fault(source, target) == fault
-    assert PairFilters(read_filters("long_words=6"), text, True).fault(source, target) == "long_words"
+    filters = PairFilters(read_filters("long_words=6,script"), TextForm("tokenised", "en", "de"), True)
+    for each in (filters, pickle.loads(pickle.dumps(filters))):
+        assert each.fault(source, target) == "long_words"
+        assert each.fault("a@@ b", "слово") == "script"
 
 
 LINES = [
