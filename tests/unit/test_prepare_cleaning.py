@@ -21,6 +21,7 @@ NOISE = [
     ("read <p> this", "lies \u202ethis\x07"),
     ("in the year 1989", "im Jahr 2010"),
     ("THE HOUSE is near the river!", "der housen ist bei dem rivern"),
+    ("the house " * 12, "der housen"),
     ("cafe\u0301 and \x07bell", "das Caf\u00e9 und die Glocke"),
 ]
 
@@ -46,7 +47,7 @@ def test_filters_are_applied_recorded_and_reported(
     shown = capsys.readouterr().out
     meta = DataDirectory.open(tmp_path / "data").meta
     assert {reason: count for reason, count in meta.removed.items() if count} == {
-        "html": 4, "digits": 1, "near_duplicates": 1,
+        "html": 4, "digits": 1, "repetition": 1, "near_duplicates": 1,
     }  # fmt: skip
     assert (meta.pairs_read, meta.splits["train"].pairs) == (len(PAIRS + NOISE), len(PAIRS) + 1)
     assert meta.removed_examples["html"] == tuple(NOISE[:3]), "the first three"
@@ -68,14 +69,17 @@ def test_filters_are_applied_recorded_and_reported(
         name for name in meta.options["filters"] if name != "letters"
     )
     assert cli.main(words) == 0
-    words[words.index("--filters") + 1] = "web"
-    assert cli.main(words) == EXIT_USER_ERROR
+    assert cli.main([*words, "--filters", "web"]) == EXIT_USER_ERROR
+    assert cli.main([*words, "--unicode", "nfc"]) == EXIT_USER_ERROR
 
 
 def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> None:
     assert cli.main(words) == 0
     directory = DataDirectory.open(tmp_path / "data")
-    assert {reason: count for reason, count in directory.meta.removed.items() if count} == {"bad_character": 2}
+    assert {reason: count for reason, count in directory.meta.removed.items() if count} == {
+        "bad_character": 2, "ratio": 1,
+    }  # fmt: skip
+    assert directory.meta.removed_examples["ratio"] == (("the house " * 11 + "the house", "der housen"),)
     assert set(directory.meta.options) == {"segmented", "cleaning", "vocab_size", "character_coverage", "seed"}
     assert directory.meta.repaired == {}
 
@@ -95,6 +99,10 @@ def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> No
         (["--unicode", "nfkc"], "error: --unicode must name known rules, but has 'nfkc'; did you mean 'nfc'?"),
         (["--filters", "script", "--source-lang", "en"], "error: the filter script needs the language of the target"),
         (["--filters", "web", "--keep-duplicates"], "error: --keep-duplicates keeps pairs that the filter near_dup"),
+        (
+            ["--filters", "script", "--valid-source", "none"],
+            "error: the filter script needs the language of the source",
+        ),
         (["--filters", "letters=1,html=0.9", "--max-ratio", "0"], "error: --max-ratio must be greater than or equal"),
     ],
 )
