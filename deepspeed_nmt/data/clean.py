@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import compress, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from deepspeed_nmt.data.duplicates import Repetitions, hashes_of
+from deepspeed_nmt.data.duplicates import Repetitions, TextOf, hashes_of
 from deepspeed_nmt.data.filters import FilterConfigs, PairFilters
 from deepspeed_nmt.data.removals import Removals
 from deepspeed_nmt.data.unicode_rules import CONTROL, repair
@@ -35,7 +35,7 @@ T = TypeVar("T")
 # Control characters, and the replacement character, by which other programs replace bytes that they cannot decode.
 _BAD_CHARACTER = re.compile(f"[{CONTROL}\ufffd]")
 _SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
-_DUPLICATE_CHUNK = 1 << 15
+_CHUNK_PAIRS = 1 << 13
 
 
 class Reason(str, Enum):
@@ -124,23 +124,24 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-class CheckedPairs:
-    """The result of :meth:`PairChecker.check` for a batch of lines; it can be pickled.
+class CheckedPairs(NamedTuple):
+    """The outcome of :meth:`PairChecker.check`; it can be pickled.
 
     Attributes:
-        sound: True for lines whose pair passed. Shape: (lines,)
-        pairs: the pairs that passed, decoded and with normalised white space, in order.
-        hashes: hashes of the pairs' keys, by the reason to remove a repetition. Shape of each: (pairs,)
-        removals: of pairs that did not pass.
+        read: number of pairs checked.
+        texts: the pairs without a fault, decoded and with normalised white space, N of them.
+        places: their places among the pairs checked. Shape: (N,)
+        hashes: hashes of their keys, by the reason to remove a repetition. Shape of each: (N,)
+        removals: pairs with a fault.
         repaired: number of lines that a Unicode rule changed, by (rule, side).
     """
 
-    def __init__(self, sound: npt.NDArray[np.bool_], pairs: list[tuple[str, str]]) -> None:
-        self.sound = sound
-        self.pairs = pairs
-        self.hashes: dict[str, npt.NDArray[np.uint64]] = {}
-        self.removals = Removals()
-        self.repaired: Counter[tuple[str, str]] = Counter()
+    read: int
+    texts: list[tuple[str, str]]
+    places: npt.NDArray[np.int64]
+    hashes: dict[str, npt.NDArray[np.uint64]]
+    removals: Removals
+    repaired: Counter[tuple[str, str]]
 
 
 class PairChecker:
@@ -173,31 +174,37 @@ class PairChecker:
         """Reasons for which a pair is removed because of an earlier one, in order."""
         return (*(() if self.config.keep_duplicates else (Reason.DUPLICATE.value,)), *self.filters.remembering)
 
-    def check(self, lines: Sequence[tuple[bytes, bytes]]) -> CheckedPairs:
-        """Check a batch of lines (source, target)."""
-        checked = CheckedPairs(np.ones(len(lines), dtype=np.bool_), [])
-        for number, (source_line, target_line) in enumerate(lines):
-            found = self._check(source_line, target_line, checked)
+    def check(self, lines: Iterable[tuple[bytes, bytes]]) -> CheckedPairs:
+        """Check a batch of pairs (source, target)."""
+        texts: list[tuple[str, str]] = []
+        places: list[int] = []
+        removals, repaired = Removals(), Counter[tuple[str, str]]()
+        place = -1
+        for place, (source_line, target_line) in enumerate(lines):
+            found = self._check(source_line, target_line, repaired)
             if isinstance(found, str):
-                checked.sound[number] = False
-                checked.removals.add(found, source_line, target_line)
+                removals.add(found, source_line, target_line)
             else:
-                checked.pairs.append(found)
+                texts.append(found)
+                places.append(place)
+        hashes = {}
         for reason in self.repetitions:
             duplicate = reason == Reason.DUPLICATE.value
-            keys = map("\n".join, checked.pairs) if duplicate else self.filters.keys(reason, checked.pairs)
-            checked.hashes[reason] = hashes_of(keys, len(checked.pairs))
-        return checked
+            keys = map("\n".join, texts) if duplicate else self.filters.keys(reason, texts)
+            hashes[reason] = hashes_of(keys, len(texts))
+        return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
 
-    def _check(self, source_line: bytes, target_line: bytes, checked: CheckedPairs) -> tuple[str, str] | str:
+    def _check(
+        self, source_line: bytes, target_line: bytes, repaired: Counter[tuple[str, str]]
+    ) -> tuple[str, str] | str:
         """Return the text of a pair, or the reason to remove it."""
         try:
             source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
         except UnicodeDecodeError:
             return Reason.UNDECODABLE.value
         if self.unicode_rules:
-            source = self._repaired(source, "source", checked)
-            target = self._repaired(target, "target", checked)
+            source = self._repaired(source, "source", repaired)
+            target = self._repaired(target, "target", repaired)
         if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
             return Reason.BAD_CHARACTER.value
         source = normalise_whitespace(source, self.segmented)
@@ -213,9 +220,9 @@ class PairChecker:
             return fault
         return source, target
 
-    def _repaired(self, line: str, side: str, checked: CheckedPairs) -> str:
+    def _repaired(self, line: str, side: str, repaired: Counter[tuple[str, str]]) -> str:
         line, changed = repair(line, self.unicode_rules)
-        checked.repaired.update((rule, side) for rule in changed)
+        repaired.update((rule, side) for rule in changed)
         return line
 
 
@@ -274,20 +281,25 @@ class PairCleaner:
 
     def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
         """Yield the pairs with acceptable text, decoded and with normalised white space, in their order."""
-        for chunk in batched(lines, _DUPLICATE_CHUNK):
+        for chunk in batched(lines, _CHUNK_PAIRS):
             checked = self.checker.check(chunk)
-            yield from compress(checked.pairs, self.admit(checked))
+            yield from compress(checked.texts, self.accept(checked))
 
-    def admit(self, checked: CheckedPairs) -> npt.NDArray[np.bool_]:
-        """Count a batch that ``checker`` has checked, and find pairs that are no repetitions. Batches come in order.
+    def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
+        """Count the next pairs that ``checker`` has checked, in their order, and find those that are no repetitions.
+
+        Args:
+            checked: N of the pairs have no fault.
+            text_of: returns the text of one of these, for examples; None takes ``checked.texts``.
 
         Returns:
-            True for pairs to keep. Shape: (pairs,)
+            True for pairs to keep. Shape: (N,)
         """
-        self.read += len(checked.sound)
+        self.read += checked.read
         self.removals.merge(checked.removals)
         self.repaired.update(checked.repaired)
-        return self._repetitions.remove(checked.pairs, checked.hashes, self.removals)
+        text_of = text_of or checked.texts.__getitem__
+        return self._repetitions.remove(len(checked.places), checked.hashes, self.removals, text_of)
 
     def fits(
         self, source_lengths: Sequence[int], target_lengths: Sequence[int], pairs: Sequence[tuple[str, str]] = ()

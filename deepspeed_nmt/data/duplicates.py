@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from deepspeed_nmt.data.removals import Removals
+
+TextOf = Callable[[int], tuple[str | bytes, str | bytes]]
+"""Source and target of a pair, by its number."""
 
 
 def hashes_of(texts: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
@@ -35,26 +38,27 @@ class Repetitions:
         self._seen = {reason: SeenHashes() for reason in reasons}
 
     def remove(
-        self, pairs: Sequence[tuple[str, str]], hashes: Mapping[str, npt.NDArray[np.uint64]], removals: Removals
+        self, count: int, hashes: Mapping[str, npt.NDArray[np.uint64]], removals: Removals, text_of: TextOf
     ) -> npt.NDArray[np.bool_]:
         """Find pairs that repeat none of an earlier call, or earlier in this one, and count the others as removed.
 
         A pair that is removed for one reason is not remembered for the next ones.
 
         Args:
-            pairs: source and target of each.
-            hashes: of the pairs' keys, by reason. Shape of each: (pairs,)
+            count: number of pairs, N.
+            hashes: of the pairs' keys, by reason. Shape of each: (N,)
             removals: to which repetitions are added.
+            text_of: is called for the examples only.
 
         Returns:
-            True for pairs to keep. Shape: (pairs,)
+            True for pairs to keep. Shape: (N,)
         """
-        keep = np.ones(len(pairs), dtype=np.bool_)
+        keep = np.ones(count, dtype=np.bool_)
         for reason, seen in self._seen.items():
             new = np.zeros_like(keep)
             new[keep] = seen.add(hashes[reason][keep])
             for number in np.flatnonzero(keep & ~new).tolist():
-                removals.add(reason, *pairs[number])
+                removals.add(reason, *(text_of(number) if removals.lacks_examples(reason) else ()))
             keep = new
         return keep
 

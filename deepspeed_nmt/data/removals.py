@@ -24,10 +24,13 @@ class Removals:
     def add(self, reason: str, *pair: str | bytes) -> None:
         """Count a removed pair: source and target, if they are known. Bytes are text that may not be UTF-8."""
         self.counts[reason] += 1
-        examples = self.examples.setdefault(reason, [])
-        if pair and len(examples) < EXAMPLES:
+        if pair and self.lacks_examples(reason):
             source, target = map(_excerpt, pair)
-            examples.append((source, target))
+            self.examples.setdefault(reason, []).append((source, target))
+
+    def lacks_examples(self, reason: str) -> bool:
+        """Return True if another example of a reason is kept."""
+        return len(self.examples.get(reason, ())) < EXAMPLES
 
     def merge(self, later: Removals) -> None:
         """Add the removals of a later batch."""

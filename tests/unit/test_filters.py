@@ -238,9 +238,11 @@ def _clean(batch: int, through: Any = lambda each: each) -> tuple[list[tuple[str
     kept = []
     for start in range(0, len(LINES), batch):
         checked: CheckedPairs = through(checker.check(LINES[start : start + batch]))
-        assert len(checked.pairs) == checked.sound.sum()
-        keep = cleaner.admit(checked)
-        kept += [pair for pair, new in zip(checked.pairs, keep, strict=True) if new]
+        assert [LINES[start + place][0][:4] for place in checked.places] == [
+            each[0][:4].encode() for each in checked.texts
+        ]
+        keep = cleaner.accept(checked)
+        kept += [pair for pair, new in zip(checked.texts, keep, strict=True) if new]
     return kept, cleaner
 
 

@@ -47,5 +47,5 @@ class PairStream:
                 keep[number] = True
         left = [pairs[number] for number in np.flatnonzero(keep)]
         hashes = {name: hashes_of(self._filters.keys(name, left), len(left)) for name in self._filters.remembering}
-        keep[keep] = self._repetitions.remove(left, hashes, self.removals)
+        keep[keep] = self._repetitions.remove(len(left), hashes, self.removals, left.__getitem__)
         return keep
