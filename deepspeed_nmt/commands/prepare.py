@@ -4,9 +4,10 @@ r"""Make a data directory from aligned text files: clean the text, build the voc
         --valid-source valid.en --valid-target valid.de --out DATA
 
 Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
-duplicates; removals are counted by reason. Validation and test text is copied as it is. Raw text gets a joint
-SentencePiece BPE vocabulary. Text that is already segmented with `@@ ` marks (--segmented) has its own tokens as
-vocabulary. An option with several files reads them one after another. Text may be compressed by gzip, xz or zstd.
+duplicates, and for further reasons with --filters; removals are counted by reason, with examples. Validation and test
+text is copied as it is. Raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented with `@@ `
+marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after another.
+Text may be compressed by gzip, xz or zstd.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
 from deepspeed_nmt.commands.prepare_inputs import add_inputs
 
 if TYPE_CHECKING:
@@ -61,21 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
         "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-ratio", type=float, default=3.0, metavar="R",
-        help="largest ratio of the two sides' lengths, in tokens of the vocabulary (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ratio-from", type=int, default=10, metavar="N",
-        help="check the ratio only if a side has more than N tokens; 1: always (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--keep-duplicates", action="store_true", help="keep duplicate pairs")
-    parser.add_argument(
-        "--remove-identical", action="store_true", help="remove pairs whose source and target are equal"
-    )
+    add_cleaning_options(parser)
     parser.add_argument(
         "--workers", "--threads", type=int, metavar="N",
         help="number of processes that clean and encode; the result is the same for any (default: all cores)",
@@ -143,15 +131,10 @@ def _option(location: tuple[int | str, ...]) -> str:
 
 def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
-    from deepspeed_nmt.data.clean import Reason
-
     train = meta.splits["train"]
-    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}"]
-    for reason in Reason:
-        if count := meta.removed[reason.value]:
-            label = f"  removed: {cleaning.describe(reason)}"
-            lines.append(f"{label:<62}{count:>14,}{count / meta.pairs_read:>8.2%}")
+    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}", *removals(meta, cleaning)]
     lines.append(f"{'training pairs kept':<62}{train.pairs:>14,}{train.pairs / meta.pairs_read:>8.2%}")
+    lines += repairs(meta)
     header = f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}{'changed':>10}"
     lines += ["", header]
     for split, stats in meta.splits.items():
@@ -163,7 +146,7 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
             )
     if "test.source" in meta.inputs:
         lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
-    lines += _examples(meta)
+    lines += removed_examples(meta) + _examples(meta)
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"

@@ -11,10 +11,12 @@ from pydantic import AfterValidator, Field, model_validator
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX
 from deepspeed_nmt.data.clean import CleaningConfig
+from deepspeed_nmt.data.filters import FilterConfig, PairFilters, read_filters
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, Paths
 from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.reading import FileSet, TextLayout
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.unicode_rules import read_unicode_rules
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import TextForm, check_language
@@ -60,11 +62,34 @@ class PrepareOptions(Config):
     normalization: Normalization | None = None
     """Unicode's form of the text of a new vocabulary; None means nfkc."""
     cleaning: CleaningConfig = CleaningConfig()
+    filters: dict[str, FilterConfig] = Field(default_factory=dict)
+    """Settings of further filters of training pairs, by name; may be given as on the command line."""
+    unicode: tuple[str, ...] = ()
+    """Rules that repair characters of training text before it is cleaned; may be given as on the command line."""
     seed: int = Field(default=1, ge=0, lt=1 << 63)
     """Seed of the sample that the vocabulary is trained on."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Number of processes that clean and encode; the result does not depend on it."""
     overwrite: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        read = {"filters": read_filters, "unicode": read_unicode_rules}
+        return {name: read[name](value) if name in read else value for name, value in given.items()}
+
+    @model_validator(mode="after")
+    def _filters_fit(self) -> PrepareOptions:
+        self.pair_filters()
+        if self.cleaning.keep_duplicates and (
+            repeats := [n for n, each in self.filters.items() if each.finds_repeats]
+        ):
+            raise ValueError(
+                f"--keep-duplicates keeps pairs that the filter {repeats[0]} removes; leave out one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_vocabulary(self) -> PrepareOptions:
@@ -151,6 +176,14 @@ class PrepareOptions(Config):
         form = self.text or ("tokenised" if self.segmented else "raw")
         return TextForm(form=form, source_lang=self.source_lang, target_lang=self.target_lang)
 
+    def pair_filters(self) -> PairFilters:
+        """Build the filters.
+
+        Raises:
+            ConfigError: if a filter lacks a language or a package.
+        """
+        return PairFilters(self.filters, self.text_form, self.segmented)
+
     @property
     def splits(self) -> tuple[str, ...]:
         """Splits with text."""
@@ -192,6 +225,10 @@ class PrepareOptions(Config):
         text = self.text_form
         if text != TextForm(form="tokenised" if self.segmented else "raw"):  # not recorded by versions without it
             options["text"] = asdict(text)
+        if self.filters:
+            options["filters"] = {name: each.model_dump(mode="json") for name, each in self.filters.items()}
+        if self.unicode:
+            options["unicode"] = list(self.unicode)
         if vocabulary is not None:
             return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)

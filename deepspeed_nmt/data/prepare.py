@@ -19,7 +19,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
-from deepspeed_nmt.data.clean import PairCleaner, Reason, read_lines
+from deepspeed_nmt.data.clean import PairCleaner, read_lines
 from deepspeed_nmt.data.directory import (
     FORMAT,
     META_FILE,
@@ -99,7 +99,7 @@ def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Me
     check_room(sizes, staging)
     inputs = _copy_held_out(staging, options)
 
-    cleaner = PairCleaner(options.cleaning, options.segmented)
+    cleaner = PairCleaner(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
     records: dict[str, list[InputRecord]] = {}
     files = (staging / "clean.source", staging / "clean.target")
     expected = None if sizes is None else _rounded(sizes.pairs)
@@ -134,7 +134,9 @@ def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Me
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
-        removed={reason.value: cleaner.removed[reason] for reason in Reason},
+        removed={reason: cleaner.removed[reason] for reason in cleaner.reasons},
+        removed_examples={reason: tuple(cleaner.removals.examples.get(reason, ())) for reason in cleaner.reasons},
+        repaired={rule: {side: cleaner.repaired[rule, side] for side in SIDES} for rule in options.unicode},
         splits={split: stats for split, (stats, _) in encoded.items()},
         round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
         files=written,
@@ -202,8 +204,8 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
 def _check_some_left(cleaner: PairCleaner) -> None:
     if cleaner.kept == 0:
         reasons = "; ".join(
-            f"{cleaner.removed[reason]}: {cleaner.config.describe(reason)}"
-            for reason in Reason
+            f"{cleaner.removed[reason]}: {cleaner.describe(reason)}"
+            for reason in cleaner.reasons
             if cleaner.removed[reason]
         )
         raise DataError(

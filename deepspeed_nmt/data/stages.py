@@ -7,7 +7,6 @@ workers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from functools import cached_property
@@ -20,10 +19,11 @@ import numpy.typing as npt
 
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.core.vocabulary import SIDES, Side
-from deepspeed_nmt.data.clean import CheckedPairs, CleaningConfig, PairCleaner, Reason, normalise_whitespace
+from deepspeed_nmt.data.clean import CheckedPairs, CleaningConfig, PairChecker, PairCleaner, normalise_whitespace
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens
 from deepspeed_nmt.data.directory import open_tokenizer
 from deepspeed_nmt.data.reading import PIECE_BYTES, Piece, TextLayout
+from deepspeed_nmt.data.removals import Removals
 from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.worker_pool import ordered_map
@@ -104,23 +104,27 @@ class _Checked(NamedTuple):
     target: bytes
     weights: Weights | None
 
+    def text(self, number: int) -> tuple[str, str]:
+        """Return one of the pairs."""
+        source, target = (side.split(b"\n", number + 1)[number].decode() for side in (self.source, self.target))
+        return source, target
+
 
 class _Checking:
     """The work of the first stage on a piece.
 
     Args:
-        config: criteria for keeping pairs.
-        segmented: True if the text is already segmented.
+        checker: the checks.
         layout: places of the pairs in a piece.
     """
 
-    def __init__(self, config: CleaningConfig, segmented: bool, layout: TextLayout) -> None:
-        self._config, self._segmented, self._layout = config, segmented, layout
+    def __init__(self, checker: PairChecker, layout: TextLayout) -> None:
+        self._checker, self._layout = checker, layout
 
     def __call__(self, piece: Piece) -> _Checked:
         """Check the pairs of a piece."""
         pairs, weights = self._layout.pairs(piece)
-        checked = PairCleaner(self._config, self._segmented).check(pairs)
+        checked = self._checker.check(pairs)
         source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
         weights = None if weights is None else weights[checked.places]
         return _Checked(checked._replace(texts=[]), source, target, weights)
@@ -147,7 +151,7 @@ def clean_text(
     Raises:
         DataError: if the text cannot be read.
     """
-    work = _Checking(cleaner.config, cleaner.segmented, layout)
+    work = _Checking(cleaner.checker, layout)
     spans: list[Span] = []
     kept = 0
     with (
@@ -157,7 +161,7 @@ def clean_text(
         counting("cleaning", "pairs", total) as advance,
     ):
         for checked in checked_pieces:
-            new = cleaner.accept(checked.pairs)
+            new = cleaner.accept(checked.pairs, checked.text)
             pairs = int(new.sum())
             starts = source.tell(), target.tell()
             source.write(_chosen(checked.source, new))
@@ -183,14 +187,14 @@ class _Encoded(NamedTuple):
         source: tokens of the sources that fit.
         target: tokens of their targets.
         keep: True for pairs of the piece that fit. Shape: (N,)
-        removed: others, by reason.
+        removals: others, by reason.
         round_trips: lines that encoding and decoding changes, by side.
     """
 
     source: Tokens
     target: Tokens
     keep: npt.NDArray[np.bool_]
-    removed: Counter[Reason]
+    removals: Removals
     round_trips: dict[Side, RoundTrip]
 
 
@@ -221,11 +225,12 @@ class _Encoding:
             texts = [[line.decode() for line in side] for side in lines]
         sentences = [tokenizer.encode_batch(text, side) for text, side in zip(texts, SIDES, strict=True)]
         keep: npt.NDArray[np.bool_] = np.ones(span.pairs, np.bool_)
-        removed: Counter[Reason] = Counter()
+        removals = Removals()
         if self._cleaning is not None:
             cleaner = PairCleaner(self._cleaning, tokenizer.segmented)
-            keep = cleaner.fits(*([len(sentence) for sentence in side] for side in sentences))
-            removed = cleaner.removed
+            lengths = [[len(sentence) for sentence in side] for side in sentences]
+            keep = cleaner.fits(lengths[0], lengths[1], list(zip(*texts, strict=True)))
+            removals = cleaner.removals
         places = (span.first + np.flatnonzero(keep)).tolist()
         texts = [list(compress(side, keep)) for side in texts]
         sentences = [list(compress(side, keep)) for side in sentences]
@@ -234,7 +239,7 @@ class _Encoding:
             side: RoundTrips(tokenizer, side, self._pairs).check(places, text, tokens)
             for side, text, tokens in zip(SIDES, texts, sentences, strict=True)
         }
-        return _Encoded(Tokens.of(sentences[0], size), Tokens.of(sentences[1], size), keep, removed, tried)
+        return _Encoded(Tokens.of(sentences[0], size), Tokens.of(sentences[1], size), keep, removals, tried)
 
 
 def encode_split(
@@ -272,7 +277,7 @@ def encode_split(
     ):
         for span, encoded in zip(files.spans, encoded_pieces, strict=True):
             if cleaner is not None:
-                cleaner.removed.update(encoded.removed)
+                cleaner.removals.merge(encoded.removals)
             weights = None if span.weights is None else span.weights[encoded.keep]
             writer.append_tokens(encoded.source, encoded.target, weights)
             tried = {side: each.followed_by(encoded.round_trips[side]) for side, each in tried.items()}
