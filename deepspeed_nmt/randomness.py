@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     SOURCE_SPAN = 13
     SOURCE_REPLACEMENT = 14
     SAMPLING = 15
+    SEGMENTATION = 16
 
 
 def _mix(value: int) -> int:
@@ -62,12 +63,12 @@ def uniform(*parts: int) -> float:
     return (key(*parts) >> 11) * 2.0**-53
 
 
-def keys(count: int, *parts: int) -> NDArray[np.uint64]:
-    """Return ``key(*parts, i)`` for i in 0..count-1.
+def keys(count: int, *parts: int, start: int = 0) -> NDArray[np.uint64]:
+    """Return ``key(*parts, i)`` for i in start..start+count-1.
 
     Shape: -> (count,)
     """
-    base = np.uint64((key(*parts) + _GOLDEN) & _MASK)
+    base = np.uint64((key(*parts) + _GOLDEN + start) & _MASK)
     values = np.arange(count, dtype=np.uint64) + base
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MUL_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MUL_2)

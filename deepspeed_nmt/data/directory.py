@@ -13,7 +13,7 @@ from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
 from deepspeed_nmt.data.marian_tokenizer import KIND, MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.round_trip import RoundTrip
-from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SIDE_MODEL_FILES, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import check_utf8_name, parse_json
@@ -23,7 +23,7 @@ from deepspeed_nmt.text import TextForm
 
 META_FILE = "meta.json"
 VOCABULARY_FILES = (
-    *(INFO_FILE, MODEL_FILE, *map(side_file, SIDES)),
+    *(INFO_FILE, MODEL_FILE, *SIDE_MODEL_FILES.values(), *map(side_file, SIDES)),
     *(*MODEL_FILES.values(), *NUMBERS_FILES.values()),
 )
 """Names of the files that a vocabulary of any kind may have."""

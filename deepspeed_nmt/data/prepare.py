@@ -33,9 +33,9 @@ from deepspeed_nmt.data.directory import (
 from deepspeed_nmt.data.inputs import Paths, copy_text, inspect_inputs, read_pairs
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
 from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
-from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.vocabulary_training import train_subwords, train_words
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
@@ -185,7 +185,7 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
     logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
     lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
-    return train_bpe(lines, size, options.character_coverage, options.normalization or "nfkc")
+    return train_subwords(lines, size, options.character_coverage, options.normalization or "nfkc")
 
 
 def _encode(
