@@ -42,6 +42,10 @@ class Tags:
     source: str | None = None
     target: str | None = None
 
+    def of(self, side: Literal["source", "target"]) -> str | None:
+        """Return the tag of a side."""
+        return self.source if side == "source" else self.target
+
     def tagged(self, lines: Iterable[str]) -> Iterable[str]:
         """Put the source's tag in front of source lines; an empty line stays empty."""
         if self.source is None:
@@ -53,6 +57,9 @@ class Tags:
         if self.target is None or translation.split(maxsplit=1)[:1] != [self.target]:
             return translation
         return translation.lstrip()[len(self.target) :].lstrip()
+
+
+NO_TAGS = Tags()
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ r"""Make a data directory from aligned text files: clean the text, build the voc
 
 Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
 duplicates; removals are counted by reason. Validation and test text is copied as it is. Raw text gets a joint
-SentencePiece BPE vocabulary. Text that is already segmented with `@@ ` marks (--segmented) has its own tokens as
-vocabulary. An option with several files reads them one after another.
+SentencePiece BPE vocabulary by default. Text that is already segmented with `@@ ` marks (--segmented) has its own
+tokens as vocabulary. An option with several files reads them one after another.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deepspeed_nmt.commands.prepare_vocabulary import add_vocabulary_arguments, describe_vocabulary
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
@@ -36,17 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help=f"{side} text of the {_NAMES[split]}, one sentence a line",
             )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="size of the vocabulary (default: 8000; with --segmented: all)"
-    )
-    parser.add_argument(
-        "--vocab-from", type=Path, metavar="DIR", help="use the vocabulary of this data or run directory"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="hf:B[,B]",
-        help="use the tokenizer of a BERT for both sides, or of two for source and target; B is a folder, or a name "
-        "on the Hugging Face hub",
-    )  # fmt: skip
     parser.add_argument("--segmented", action="store_true", help="the text is already segmented with '@@ ' marks")
     parser.add_argument(
         "--text", choices=("raw", "moses", "tokenised"),
@@ -57,16 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{side}-lang", metavar="L", help=f"language code of the {side}, for example de; Moses' rules need it"
         )
-    parser.add_argument(
-        "--character-coverage", type=float, default=1.0, metavar="P",
-        help="share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--normalization", choices=("none", "nfc", "nfkc"),
-        help="Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
-        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
-    )  # fmt: skip
     parser.add_argument(
         "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"
     )
@@ -85,11 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N",
-        help="seed of the sample of text that the vocabulary is learnt from (default: %(default)s)",
+        help="seed of the sample that the vocabulary is learnt from, and of segmentations (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a data directory made from other text or options"
     )
+    add_vocabulary_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -166,15 +148,7 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
     if "test.source" in meta.inputs:
         lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
     lines += _examples(meta)
-    kind = "words of segmented text" if meta.segmented else "SentencePiece"
-    if "vocab_from" in meta.options:
-        kind += ", given"
-    elif not meta.segmented:
-        kind += f", normalization {meta.options.get('normalization', 'nfkc')}"
-    size = f"{meta.vocabulary_size:,} tokens ({kind})"
-    if "vocabulary.source.json" in meta.files:
-        size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"
-    return "\n".join([*lines, "", f"vocabulary      {size}", f"data directory  {out}"])
+    return "\n".join([*lines, "", f"vocabulary      {describe_vocabulary(meta)}", f"data directory  {out}"])
 
 
 def _changed(meta: Meta, side: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from deepspeed_nmt.data.directory import (
     Meta,
     open_tokenizer,
 )
+from deepspeed_nmt.data.encoding import PairEncoder, longest
 from deepspeed_nmt.data.inputs import Paths, copy_text, inspect_inputs, read_pairs
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
 from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
+from deepspeed_nmt.data.segmentation import Sampling, split_name
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.data.vocabulary_training import train_subwords, train_words
+from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
@@ -44,7 +48,7 @@ from deepspeed_nmt.text import looks_tokenised, warn_of_missing_rules
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
 _BATCH_PAIRS = 10_000
-_PREPARED = re.compile(r"(train|valid|test)\.(source|target)(\..*)?|vocabulary\..*")
+_PREPARED = re.compile(r"(train(\.\d+)?|valid|test)\.(source|target)(\..*)?|vocabulary\..*")
 """Names of the files of a data directory besides META_FILE."""
 
 
@@ -64,14 +68,17 @@ def prepare(options: PrepareOptions) -> Meta:
     inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
     _check_outside(out, inputs)
     given = _given_vocabulary(options)
-    recorded = options.recorded(given)
+    sampling = _sampling(options, given)
+    if given is not None:
+        PairEncoder(given, options.tags, sampling).check()
+    recorded = options.recorded(given, sampling)
     try:
         with replacing(out, _is_whole):
             _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
             if (out / META_FILE).exists() and not options.overwrite:
                 return _same_or_refuse(out, recorded, inputs)
             with staged(out) as staging:
-                return _fill(staging, options, given, recorded, inputs)
+                return _fill(staging, options, given, sampling, recorded, inputs)
     except OSError as error:
         raise DataError(
             f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
@@ -91,6 +98,7 @@ def _fill(
     staging: Path,
     options: PrepareOptions,
     given: Tokenizer | None,
+    sampling: Sampling | None,
     recorded: dict[str, Any],
     inputs: dict[str, tuple[InputRecord, ...]],
 ) -> Meta:
@@ -110,7 +118,8 @@ def _fill(
     clean = zip(read_lines((clean_source,)), read_lines((clean_target,)), strict=True)
     lines = progress(clean, "encoding", "pairs", total=cleaner.kept)
     texts = ((source.decode(), target.decode()) for source, target in lines)
-    encoded = {"train": _encode(texts, tokenizer, staging, "train", cleaner.kept, options.threads, cleaner)}
+    encoder = PairEncoder(tokenizer, options.tags, sampling)
+    encoded = _encode(texts, encoder, staging, "train", cleaner.kept, options.threads, cleaner)
     _check_some_left(cleaner)
     clean_source.unlink()
     clean_target.unlink()
@@ -121,7 +130,7 @@ def _fill(
         for source, target in read_pairs(inputs["valid.source"], inputs["valid.target"])
     )
     valid_pairs = sum(record.lines for record in inputs["valid.source"])
-    encoded["valid"] = _encode(valid, tokenizer, staging, "valid", valid_pairs, options.threads)
+    encoded |= _encode(valid, PairEncoder(tokenizer, options.tags), staging, "valid", valid_pairs, options.threads)
     if valid_pairs == 0:
         raise DataError(
             f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
@@ -144,12 +153,15 @@ def _fill(
         inputs=inputs,
         segmented=tokenizer.segmented,
         text=options.text_form,
+        tags=options.tags,
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
         removed={reason.value: cleaner.removed[reason] for reason in Reason},
         splits={split: stats for split, (stats, _) in encoded.items()},
-        round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
+        round_trips={
+            f"{split}.{side}": each for split, (_, tried) in encoded.items() for side, each in tried.items()
+        },
         files=files,
     )
     write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
@@ -174,45 +186,79 @@ def _lenient(line: bytes, segmented: bool) -> str:
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
-    """Train the vocabulary on the clean text in ``files``, or on a sample of it."""
+    """Train the vocabulary on the clean text in ``files``, or on a sample of it; or one on each of them."""
+    if options.separate_vocabularies:
+        source, target = (_trained(options, (path,), pairs) for path in files)
+        return SentencePieceTokenizer(target.model, target.segmented, source.model, options.symbols)
+    return _trained(options, files, pairs)
+
+
+def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePieceTokenizer:
+    """Train one vocabulary."""
     if options.segmented:
-        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=2 * pairs))
-        return train_words(lines, options.vocab_size)
+        total = len(files) * pairs
+        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=total))
+        return train_words(lines, options.vocab_size, options.symbols)
     chosen = np.ones(pairs, dtype=np.bool_)
     if pairs > SAMPLE_PAIRS:
         chosen[:] = False
         chosen[np.random.default_rng(options.seed).choice(pairs, SAMPLE_PAIRS, replace=False, shuffle=False)] = True
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
     logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
-    lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
-    return train_subwords(lines, size, options.character_coverage, options.normalization or "nfkc")
+    return train_subwords(
+        (line.decode() for path in files for line in compress(read_lines((path,)), chosen)),
+        size,
+        options.character_coverage,
+        options.normalization or "nfkc",
+        options.vocabulary_type or "bpe",
+        options.byte_fallback,
+        options.symbols,
+    )
+
+
+def _sampling(options: PrepareOptions, given: Tokenizer | None) -> Sampling | None:
+    """Return the segmentations to draw; None for one that is not sampled."""
+    models = None if given is None else given.sentencepiece_models()
+    return options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))
 
 
 def _encode(
     pairs: Iterable[tuple[str, str]],
-    tokenizer: Tokenizer,
+    encoder: PairEncoder,
     directory: Path,
     split: str,
     total: int,
     threads: int,
     cleaner: PairCleaner | None = None,
-) -> tuple[SplitStats, dict[Side, RoundTrip]]:
-    """Encode a split of about ``total`` pairs, without those that the cleaner finds too long."""
-    vocabulary = tokenizer.vocabulary
-    tried = {side: RoundTrips(tokenizer, side, total) for side in SIDES}
+) -> dict[str, tuple[SplitStats, dict[Side, RoundTrip]]]:
+    """Encode a split of about ``total`` pairs, without those that the cleaner finds too long.
+
+    Returns:
+        Statistics of the split and of its other segmentations. Round trips are those of the first segmentation.
+    """
+    vocabulary = encoder.tokenizer.vocabulary
+    tried = {side: RoundTrips(encoder.tokenizer, side, total) for side in SIDES}
     size, unknown = max(vocabulary.size, vocabulary.source.size), (vocabulary.source.unk, vocabulary.unk)
-    with CorpusWriter(directory, split, size, unknown) as writer:
+    names = [split] if encoder.sampling is None else [split_name(number) for number in range(encoder.sampling.count)]
+    first = 0
+    with ExitStack() as opened:
+        writers = [opened.enter_context(CorpusWriter(directory, name, size, unknown)) for name in names]
         for batch in batched(pairs, _BATCH_PAIRS):
-            sources = tokenizer.encode_batch([source for source, _ in batch], "source", threads)
-            targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)
-            if cleaner is not None:
-                keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
+            segmentations = encoder.encode(batch, first, threads)
+            first += len(batch)
+            keep = None if cleaner is None else cleaner.fits(*(longest(segmentations, side) for side in SIDES))
+            if keep is not None:
                 batch = list(compress(batch, keep))
-                sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
-            tried["source"].add((source for source, _ in batch), sources)
-            tried["target"].add((target for _, target in batch), targets)
-            writer.append(sources, targets)
-        return writer.stats, {side: each.result for side, each in tried.items()}
+                segmentations = [{side: list(compress(each[side], keep)) for side in SIDES} for each in segmentations]
+            for place, side in enumerate(SIDES):
+                tried[side].add(encoder.texts((pair[place] for pair in batch), side), segmentations[0][side])
+            for writer, each in zip(writers, segmentations, strict=True):
+                writer.append(each["source"], each["target"])
+        stats = [writer.stats for writer in writers]
+    others: dict[str, tuple[SplitStats, dict[Side, RoundTrip]]] = {
+        name: (each, {}) for name, each in zip(names[1:], stats[1:], strict=True)
+    }
+    return {split: (stats[0], {side: each.result for side, each in tried.items()}), **others}
 
 
 def _check_some_left(cleaner: PairCleaner) -> None:
@@ -231,6 +277,8 @@ def _check_some_left(cleaner: PairCleaner) -> None:
 def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
     if options.tokenizer is not None:
         return BertTokenizer.from_berts(options.tokenizer.removeprefix(PREFIX))
+    if options.sentencepiece:
+        return adopt_models(options.sentencepiece, options.symbols)
     if options.vocab_from is None:
         return None
     tokenizer = open_tokenizer(options.vocab_from)

@@ -176,6 +176,15 @@ def adopt_models(paths: Sequence[Path], symbols: Sequence[str] = ()) -> Sentence
     return SentencePieceTokenizer(models[-1], source_model=models[0], symbols=symbols)
 
 
+def type_of(model: bytes) -> str:
+    """Return the type of a SentencePiece model: unigram, bpe, word or char."""
+    import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
+
+    spec = sentencepiece_model.ModelProto.FromString(model).trainer_spec
+    name: str = spec.ModelType.Name(spec.model_type).lower()
+    return name
+
+
 def _adopted(path: Path, symbols: Sequence[str]) -> bytes:
     import sentencepiece.sentencepiece_model_pb2 as sentencepiece_model  # needs protobuf, which the rest does not
 
