@@ -35,6 +35,20 @@ def add_run_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     )
 
 
+def add_tag_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for tags."""
+    parser.add_argument(
+        "--tag", metavar="S",
+        help="put this symbol of the vocabulary in front of each source line; '' for none (default: that of the "
+        "run's data, if any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tag-target", metavar="S",
+        help="let each translation begin with this symbol, which is not written (default: that of the run's data, if "
+        "any)",
+    )  # fmt: skip
+
+
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     search = parser.add_argument_group("search")

@@ -27,7 +27,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.checkpoint import RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -42,12 +42,14 @@ class DataRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
         text: form of its text; None in older runs.
+        tags: symbols in front of all its sentences.
     """
 
     path: str
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    tags: Tags = NO_TAGS
 
     @classmethod
     def of(cls, data: DataDirectory) -> DataRecord:
@@ -57,6 +59,7 @@ class DataRecord(Config):
             fingerprint=data.fingerprint,
             longest_source=data.longest_source,
             text=data.text_form,
+            tags=data.tags,
         )
 
     @classmethod
@@ -253,6 +256,7 @@ def _restored(
                 fingerprint=record.fingerprint,
                 longest_source=record.longest_source,
                 text=record.text,
+                tags=record.tags,
             )
             restored[name] = found.content()
         elif (file := _in_data(path, record, name, files.get(name), data)) is not None:

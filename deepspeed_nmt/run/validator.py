@@ -56,7 +56,7 @@ class ModelValidator:
         self._replica = replica
         self._objective = objective
         self._validation = validation
-        self._tokenizer = data.tokenizer()
+        self._tokenizer, self._tags = data.tokenizer(), data.tags
         self._config = config
         self._search = search
         self._world = world
@@ -124,7 +124,7 @@ class ModelValidator:
             device=self._world.device,
             max_source_tokens=self._max_source_tokens,
             warn=False,  # it would repeat itself at each validation
-            inputs=LineInputs(first=self._world.rank, step=self._world.ranks),
+            inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         return [text for _, text in sorted(gather_lists(pairs, self._world))]

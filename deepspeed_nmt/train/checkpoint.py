@@ -40,7 +40,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -57,6 +57,7 @@ class RunRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
         text: form of the data's text; None in older checkpoints.
+        tags: symbols in front of all sentences of the data.
         vocabulary: files of the vocabulary.
     """
 
@@ -65,6 +66,7 @@ class RunRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    tags: Tags = NO_TAGS
     vocabulary: dict[PlainName, FileRecord]
 
 
