@@ -22,7 +22,7 @@ class LineInputs:
         prefix: text with which each translation begins, "" for any; None for no prefixes.
         constraints: phrases that each translation contains; None for no constraints.
         first: number of the first line in its text, from 0. Random choices depend on it.
-        tags: symbols in front of all source lines, and at the beginning of all translations, whose text is without them.
+        tags: symbols in front of all source lines, and at the beginning of all translations, which are returned bare.
         step: difference between the numbers of two lines; above 1 if the lines between are translated elsewhere.
     """
 
