@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.commands.translate_options import tag_of
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.launched import place
 
@@ -65,7 +66,7 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             decoder_layers=arguments.decoder_layers,
             detokenise=arguments.detokenise,
             rerank=arguments.rerank,
-            tag=arguments.tag,
+            tag=tag_of(arguments.tag),
             **{key: value for key, value in search.items() if key != "suppress"},
         )
         translate_stream(translator, arguments, source, {})

@@ -18,7 +18,7 @@ from io import BufferedReader
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.translate_options import add_run_arguments, add_tag_arguments, weights_of
+from deepspeed_nmt.commands.translate_options import add_run_arguments, add_tag_arguments, tag_of, weights_of
 from deepspeed_nmt.commands.translate_texts import count_lines, target_of
 from deepspeed_nmt.errors import ConfigError
 
@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             exit=arguments.exit,
             weights=weights_of(arguments),
-            tag=arguments.tag,
-            tag_target=arguments.tag_target,
+            tag=tag_of(arguments.tag),
+            tag_target=tag_of(arguments.tag_target),
         )
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))

@@ -22,6 +22,7 @@ from deepspeed_nmt.commands.translate_options import (
     add_tag_arguments,
     check_exits,
     search_arguments,
+    tag_of,
     weights_of,
 )
 from deepspeed_nmt.commands.translate_stream import translate_stream
@@ -152,7 +153,7 @@ def _translator(arguments: argparse.Namespace, search: Mapping[str, Any]) -> Tra
         detokenise=arguments.detokenise,
         precision=arguments.precision,
         weights=weights_of(arguments),
-        tag=arguments.tag,
-        tag_target=arguments.tag_target,
+        tag=tag_of(arguments.tag),
+        tag_target=tag_of(arguments.tag_target),
         **search,
     )

@@ -15,8 +15,7 @@ from deepspeed_nmt.data.clean import CleaningConfig
 from deepspeed_nmt.data.inputs import Paths
 from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.segmentation import ALPHA, Sampling
-from deepspeed_nmt.data.sentencepiece_model import SPACE
-from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.tokenizer import SPACE, Tokenizer
 from deepspeed_nmt.data.vocabulary_training import VocabularyType
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.registry import Config

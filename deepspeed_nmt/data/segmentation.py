@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 
 ALPHA = {"bpe": 0.1, "unigram": 0.2}
-"""Default of :attr:`Sampling.alpha` by the type of a vocabulary: sentences become about a third longer."""
+"""Default of :attr:`Sampling.alpha` by the type of a vocabulary: sentences become a fifth to a third longer."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,8 @@ class Sampling:
 
     Attributes:
         count: number of segmentations of each sentence.
-        alpha: of BPE the probability that a merge is skipped (Provilkov et al. 2020: BPE-Dropout); of a unigram model
-            the exponent of the segmentations' probabilities (Kudo 2018: Subword Regularization).
+        alpha: of BPE the probability that a merge is skipped (Provilkov, Emelianenko and Voita 2020: BPE-Dropout); of
+            a unigram model the exponent of the segmentations' probabilities (Kudo 2018: Subword Regularization).
         seed: seed of all of them.
     """
 
@@ -40,12 +38,12 @@ class Sampling:
             pairs: number of sentences.
 
         Returns:
-            Numbers below 2**31. Length: pairs
+            Numbers of 64 bits. Length: pairs
         """
         from deepspeed_nmt.randomness import Purpose, keys  # imports torch, which a tokenizer does without
 
-        found = keys(pairs, self.seed, Purpose.SEGMENTATION, number, SIDES.index(side), start=first)
-        seeds: list[int] = (found >> np.uint64(33)).tolist()
+        parts = self.seed, Purpose.SEGMENTATION, number, SIDES.index(side)
+        seeds: list[int] = keys(pairs, *parts, start=first).tolist()
         return seeds
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sentencepiece
 
 from deepspeed_nmt.data.clean import segmented_words
-from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, UNK, UNKNOWN_TEXT
+from deepspeed_nmt.data.sampler import Sampler, sampler_of
+from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 
-SPACE = "\u2581"
-"""SentencePiece's mark for the space before a word."""
 _CONTINUATION = re.compile(r"@@( |$)")
-_DRAWS = 32
-"""Segmentations that are drawn for a sentence at most until one keeps its symbols whole."""
 
 
 class SentencePieceModel:
@@ -61,6 +59,7 @@ class SentencePieceModel:
                 f"the vocabulary must have the symbols that it names, but lacks {', '.join(lacking)}; "
                 "restore its files"
             )
+        self._sampler: tuple[float, Sampler[Any]] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
@@ -75,43 +74,22 @@ class SentencePieceModel:
         return encoded
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int], alpha: float) -> list[list[int]]:
-        """Draw a segmentation of each line.
-
-        SentencePiece has a generator for each thread, which goes on from line to line, and batches in several threads
-        never repeat. So the generator is seeded anew for each line, and lines are encoded one by one.
+        """Draw a segmentation of each line, in this thread; see :mod:`deepspeed_nmt.data.sampler`.
 
         Args:
             texts: the lines.
-            seeds: a number below 2**31 for each of them; SentencePiece ignores 2**32 - 1.
+            seeds: a number for each of them.
             alpha: of BPE the probability that a merge is skipped; of a unigram model the exponent of probabilities.
 
         Raises:
-            DataError: if text is already segmented.
+            DataError: if the model segments a text in one way only.
         """
         if self._segmented:
             raise DataError("segmented text has one segmentation, but others are to be drawn; prepare the raw text")
-        fronts, rests = self._split(texts)
-        encode, seed_generator = self._processor.encode, sentencepiece.set_random_generator_seed
-        found: list[list[int]] = []
-        for text, seed in zip(rests, seeds, strict=True):
-            seed_generator(seed)
-            tokens = encode(text, enable_sampling=True, nbest_size=-1, alpha=alpha)
-            if self._symbols and any(symbol in text for symbol in self._begins):
-                tokens = self._whole(text, tokens, alpha)
-            found.append(tokens)
-        for place, front in fronts.items():
-            found[place] = front + found[place]
-        return found
-
-    def _whole(self, text: str, tokens: list[int], alpha: float) -> list[int]:
-        """Return a segmentation that has the symbols of a text whole; a unigram model draws others, though rarely."""
-        plain: list[int] = self._processor.encode(text)
-        wanted = [token for token in plain if token in self._symbol_numbers]
-        for _ in range(_DRAWS):
-            if [token for token in tokens if token in self._symbol_numbers] == wanted:
-                return tokens
-            tokens = self._processor.encode(text, enable_sampling=True, nbest_size=-1, alpha=alpha)
-        return plain
+        if self._sampler is None or self._sampler[0] != alpha:
+            self._sampler = alpha, sampler_of(self.model, self._processor, alpha)
+        sample = self._sampler[1].sample
+        return [sample(tokens, seed) for tokens, seed in zip(self.encode(texts), seeds, strict=True)]
 
     def _split(self, texts: Sequence[str]) -> tuple[dict[int, list[int]], list[str]]:
         """Return the numbers of the symbols at the beginning of lines, by line, and the rests of all lines."""

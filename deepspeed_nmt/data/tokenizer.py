@@ -22,6 +22,8 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of vocabularies that `prepare` trains; the defaults of :class:`Vocabulary`."""
 TokenLists = list[list[int]]
 """Tokens of each of several lines."""
+SPACE = "\u2581"
+"""SentencePiece's mark for the space before a word."""
 UNKNOWN_TEXT = "⁇"
 """Text of an unknown token, visible to readers and an error in every metric."""
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 from deepspeed_nmt.data.clean import segmented_words
 from deepspeed_nmt.data.normalization import Normalization, named, trainer_settings
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
-from deepspeed_nmt.data.sentencepiece_model import SPACE
 from deepspeed_nmt.data.sentencepiece_process import train_model
-from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, UNK, UNKNOWN_TEXT
+from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 
 VocabularyType = Literal["bpe", "unigram"]
