@@ -1,9 +1,9 @@
 """Sampled segmentations of sentences that SentencePiece has encoded, the same in every process.
 
 SentencePiece samples, too, but version 0.2.3 mixes into every seed a number that the process has drawn from the
-operating system. So a sentence that is seeded anew has the same sample within one process only, and batches in several
-threads never repeat. Here SentencePiece encodes, gives the scores of merges, and lists the best segmentations of a
-unigram model; only the choice is made in this module.
+operating system. So a sentence that is seeded anew has the same sample within one process only, and batches in
+several threads never repeat. Here SentencePiece encodes, gives the scores of merges, and lists the best segmentations
+of a unigram model; only the choice is made in this module.
 
 A sentence is a sequence of words, runs of ordinary tokens of which the first has SentencePiece's mark of a space. No
 token of a vocabulary spans two of them, so words are sampled independently. Unknown tokens, bytes and symbols stay.

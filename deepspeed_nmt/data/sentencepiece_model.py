@@ -53,12 +53,13 @@ class SentencePieceModel:
             self._words[UNK] = UNKNOWN_TEXT
         self._segmented = segmented
         self._numbers = {word: number for number, word in enumerate(self._words) if number > UNK}
-        self._symbols = {symbol: int(processor.piece_to_id(symbol)) for symbol in symbols}
-        if lacking := [symbol for symbol, number in self._symbols.items() if number == UNK]:
+        numbers = {symbol: self.number(symbol) for symbol in symbols}
+        if lacking := [symbol for symbol, number in numbers.items() if number is None]:
             raise DataError(
                 f"the vocabulary must have the symbols that it names, but lacks {', '.join(lacking)}; "
                 "restore its files"
             )
+        self._symbols = {symbol: number for symbol, number in numbers.items() if number is not None}
         self._sampler: tuple[float, Sampler[Any]] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 

@@ -91,23 +91,23 @@ def train_words(
         )
     for word in marked:  # SentencePiece would split such a word, so it becomes unknown
         del counts[word]
-    for symbol in symbols:  # SentencePiece is told of them, and refuses them in its table
-        counts.pop(symbol, None)
+    most = max(counts.values(), default=0)
+    counts.update({symbol: most + 1 - counts[symbol] for symbol in symbols})  # to be kept in any case
     # SentencePiece is given each word with its frequency instead of the text.
     table = (f"{word}\t{count}" for word, count in sorted(counts.items()))
     tokenizer = _train(
         table,
         segmented=True,
-        symbols=symbols,
+        symbols=(),  # its own symbols would be there twice, with and without a space
         model_type="word",
         input_format="tsv",
-        vocab_size=len(counts) + len(symbols) + UNK + 1 if vocab_size is None else vocab_size,
+        vocab_size=len(counts) + UNK + 1 if vocab_size is None else vocab_size,
         normalization_rule_name="identity",
         character_coverage=1.0,
     )
     if vocab_size is not None:
         _check_size(tokenizer, vocab_size)
-    return tokenizer
+    return SentencePieceTokenizer(tokenizer.model, segmented=True, symbols=symbols)
 
 
 def _train(
