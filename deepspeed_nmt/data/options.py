@@ -44,6 +44,12 @@ def check_symbol(text: str) -> str:
 Symbol = Annotated[str, AfterValidator(check_symbol)]
 
 
+def _one_or_two(models: Paths) -> Paths:
+    if len(models) > 2:
+        raise ValueError(f"must be one model for both sides, or two for source and target, but are {len(models)}")
+    return models
+
+
 class PrepareOptions(Config):
     """Options of `prepare`.
 
@@ -63,7 +69,7 @@ class PrepareOptions(Config):
     """Directory whose vocabulary is used instead of a new one."""
     tokenizer: str | None = None
     """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
-    sentencepiece: Paths = Field(default=(), max_length=2)
+    sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = ()
     """SentencePiece models of the user's, of both sides or of source and target, used instead of a new vocabulary."""
     vocabulary_type: VocabularyType | None = None
     """Type of a new vocabulary of raw text; None means bpe."""

@@ -144,7 +144,7 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
             "for raw text; leave out --vocab-size, --vocabulary-type, --separate-vocabularies",
         ),
         ("--sentencepiece {model} --vocab-from {data}", "--sentencepiece brings its own vocabularies for raw text"),
-        ("--sentencepiece {model} {model} {model}", "--sentencepiece "),
+        ("--sentencepiece {model} {model} {model}", "--sentencepiece must be one model for both sides, or two"),
         ("--sentencepiece {text}", "--sentencepiece must be a model that SentencePiece has trained, but "),
         ("--segmented --byte-fallback", "--segmented text has its tokens already; leave out --byte-fallback"),
         ("--segmented --segmentations 2", "--segmented text has its tokens already; leave out --segmentations"),
