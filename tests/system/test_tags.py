@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
+from deepspeed_nmt.sample.corpus import write_sample
 from deepspeed_nmt.text import NO_TAGS, Tags
-from tests.support import prepare_sample
+from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
 
 
@@ -97,3 +101,37 @@ def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert "a tag must be a symbol of the source's vocabulary, but '<2xx>' is none; did you mean '<2de>'?" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_the_script_of_a_multilingual_model(tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out"
+    write_sample(text, train=200, valid=8, test=8, seed=3)
+    for part, name in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr")):
+        for language in ("en", "de"):
+            (text / f"{part}.{language}").replace(text / f"{name}.{language}")
+        german = (text / f"{name}.de").read_text(encoding="utf-8")
+        (text / f"{name}.fr").write_text(german.replace("e", "é"), encoding="utf-8")
+    script = [str(ROOT / "launch/data/multi30k_multilingual.sh"), "--out", str(out)]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def go(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*script, *words], capture_output=True, text=True, env=environment)
+
+    done = go("--from", str(text), "--vocab-size", "300", "--max-length", "90")
+    assert done.returncode == 0, done.stderr
+    data = {language: DataDirectory.open(out / f"en_{language}") for language in ("de", "fr")}
+    assert len({each.tokenizer().digest for each in data.values()}) == 1
+    for language, each in data.items():
+        tokenizer, tag = each.tokenizer(), f"<2{language}>"
+        assert each.tags == Tags(source=tag) and each.has_test
+        for split in ("train", "valid"):
+            assert each.corpus(split).source(3)[0] == tokenizer.symbol("source", tag)
+        assert each.meta.options["cleaning"]["max_length"] == 90
+    again = go("--from", str(text), "--vocab-size", "300", "--max-length", "90")
+    assert again.returncode == 0 and again.stderr.count("nothing to do") == 3
+    for words, message in (([], "--from must be the directory with the text, but is missing"), (
+        ["--from", str(out)], f"--from must have the file train.en, but {out} has not"
+    )):  # fmt: skip
+        refused = go(*words)
+        assert refused.returncode == 2 and message in refused.stderr
