@@ -28,14 +28,14 @@ from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
 from deepspeed_nmt.run.arguments import Paths, check_type, checked_texts, made_plain, paths_of
 from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, cut_at, plain_form, suppressed
+from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, chosen_tags, cut_at, plain_form, suppressed
 from deepspeed_nmt.search.ensemble import Ensemble, members_of
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.requests import LineInputs
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, warn_of_form
 from deepspeed_nmt.search.translate import Translation, Wanted, translate_lines
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 
 class Translator:
@@ -50,6 +50,7 @@ class Translator:
         detokenise: form of the text that the model writes, if translations are made plain; None to keep it.
         text: form of the text that the model was trained on; None if it is not known.
         opened: runs of the model; None if it is of none.
+        tags: symbols in front of source lines, and with which translations begin.
 
     Several threads can use a translator. Only one at a time uses the model.
     """
@@ -64,6 +65,7 @@ class Translator:
         detokenise: TextForm | None = None,
         text: TextForm | None = None,
         opened: Opened | None = None,
+        tags: Tags = NO_TAGS,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -72,6 +74,7 @@ class Translator:
         self.max_source_tokens = max_source_tokens
         self.detokenise = detokenise
         self.text = TextForm() if text is None else text
+        self.tags = tags
         self._opened = opened
         self._lock = threading.RLock()
 
@@ -89,6 +92,8 @@ class Translator:
         precision: str = "auto",
         weights: Sequence[float] | None = None,
         suppress: Sequence[str] | None = None,
+        tag: str | None = None,
+        tag_target: str | None = None,
         **search: Any,
     ) -> Translator:
         """Open a run, or an ensemble of runs.
@@ -105,6 +110,9 @@ class Translator:
             precision: auto, fp32, bf16, fp16 (GPUs) or int8 (CPUs). auto: 16 bit on a GPU, fp32 on a CPU.
             weights: of the runs of an ensemble, positive numbers; None for equal ones.
             suppress: tokens of the vocabulary that are never predicted, as text.
+            tag: symbol of the vocabulary that is put in front of each source sentence, such as the tag of a language;
+                "" for none, None for that of the data that the run was trained on, if any.
+            tag_target: symbol with which each translation is forced to begin, which is not returned, in the same way.
             search: settings that override those of the run's search, for example ``beam=1``; ``name`` chooses another
                 search, for example ``name="sampling", seed=3, top_p=0.9``.
 
@@ -129,6 +137,7 @@ class Translator:
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
         if suppress is not None:
             search["suppress_tokens"] = suppressed(runs[0].tokenizer, suppress)
+        tags = chosen_tags(runs[0], tag, tag_target)
         settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
         models, digests, name = [], [], TOP
         for each in runs:
@@ -140,7 +149,7 @@ class Translator:
         prepare_to_decode(model, where, numbers)
         longest = min(each.max_source_tokens for each in runs)
         opened = Opened(tuple(runs), str(checkpoint), name, tuple(digests))
-        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, opened)
+        return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, opened, tags)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -220,7 +229,7 @@ class Translator:
         """
         longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
         reader = SourceLines(self.tokenizer, longest, self.model.longest_source, strict=True)
-        for sentence in checked_texts(sentences):
+        for sentence in self.tags.tagged(checked_texts(sentences)):
             reader.encode(sentence)
 
     def stream(
@@ -283,7 +292,9 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
             counts=counts,
-            inputs=LineInputs(None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line),
+            inputs=LineInputs(
+                None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line, tags=self.tags
+            ),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
         )
@@ -356,11 +367,12 @@ class Translator:
                 "`score` needs a run that translates from left to right, but this one predicts masked tokens, which "
                 "have no log-probability token by token; use another run"
             )
-        return score_lines(
+        tag, texts = self.tags.target, checked_texts(translations, "translations")
+        found = score_lines(
             self.model,
             self.tokenizer,
-            checked_texts(sources, "sources"),
-            checked_texts(translations, "translations"),
+            self.tags.tagged(checked_texts(sources, "sources")),
+            texts if tag is None else (f"{tag} {text}" for text in texts),
             max_tokens=max_tokens,
             buffer_lines=buffer_lines,
             device=self.device,
@@ -370,3 +382,4 @@ class Translator:
             warn=warn,
             lock=self._lock,
         )
+        return found if tag is None else (ScoredTranslation(each.tokens[1:], each.log_probs[1:]) for each in found)

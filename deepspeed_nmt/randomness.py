@@ -45,6 +45,7 @@ class Purpose(IntEnum):
     SOURCE_SPAN = 13
     SOURCE_REPLACEMENT = 14
     SAMPLING = 15
+    SEGMENTATION = 16
 
 
 def _mix(value: int) -> int:
@@ -67,12 +68,12 @@ def uniform(*parts: int) -> float:
     return (key(*parts) >> 11) * 2.0**-53
 
 
-def keys(count: int, *parts: int) -> NDArray[np.uint64]:
-    """Return ``key(*parts, i)`` for i in 0..count-1.
+def keys(count: int, *parts: int, start: int = 0) -> NDArray[np.uint64]:
+    """Return ``key(*parts, i)`` for i in start..start+count-1.
 
     Shape: -> (count,)
     """
-    return _mixed(np.arange(count, dtype=np.uint64), *parts)
+    return _mixed(np.arange(start, start + count, dtype=np.uint64), *parts)
 
 
 def _mixed(values: NDArray[np.uint64], *parts: int) -> NDArray[np.uint64]:

@@ -31,6 +31,38 @@ _WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 
 
 @dataclass(frozen=True)
+class Tags:
+    """Symbols in front of all sentences of a corpus.
+
+    Attributes:
+        source: symbol in front of sources; None for none.
+        target: symbol in front of targets, with which a translation is forced to begin; None for none.
+    """
+
+    source: str | None = None
+    target: str | None = None
+
+    def of(self, side: Literal["source", "target"]) -> str | None:
+        """Return the tag of a side."""
+        return self.source if side == "source" else self.target
+
+    def tagged(self, lines: Iterable[str]) -> Iterable[str]:
+        """Put the source's tag in front of source lines; an empty line stays empty."""
+        if self.source is None:
+            return lines
+        return (f"{self.source} {line}" if line.strip() else line for line in lines)
+
+    def untagged(self, translation: str) -> str:
+        """Remove the target's tag from a translation."""
+        if self.target is None or translation.split(maxsplit=1)[:1] != [self.target]:
+            return translation
+        return translation.lstrip()[len(self.target) :].lstrip()
+
+
+NO_TAGS = Tags()
+
+
+@dataclass(frozen=True)
 class TextForm:
     """Form of a corpus's text. Segmented text has the form of the words that its segments make.
 

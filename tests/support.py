@@ -8,7 +8,7 @@ import random
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -202,17 +202,18 @@ def write_mixture(directory: Path) -> None:
         write_corpus(directory / name, pairs, longest)
 
 
-def prepare_sample(directory: Path, vocab_size: int, **pairs: int) -> Path:
+def prepare_sample(directory: Path, vocab_size: int, options: Sequence[str] = (), **pairs: int) -> Path:
     """Make a data directory of the sample corpus in data/, with its text in text/, and return it.
 
     Args:
         directory: for both.
         vocab_size: size of the vocabulary.
+        options: further options of `prepare`.
         pairs: pairs of ``train``, ``valid`` and ``test``.
     """
     text = directory / "text"
     write_sample(text, **pairs, seed=3)
-    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", str(vocab_size)]
+    words = ["prepare", "--out", str(directory / "data"), "--vocab-size", str(vocab_size), *options]
     for split in pairs:
         words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
     assert main(words) == 0

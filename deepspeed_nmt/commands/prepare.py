@@ -5,9 +5,9 @@ r"""Make a data directory from aligned text files: clean the text, build the voc
 
 Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
 duplicates, and for further reasons with --filters; removals are counted by reason, with examples. Validation and test
-text is copied as it is. Raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented with `@@ `
-marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after another.
-Text may be compressed by gzip, xz or zstd.
+text is copied as it is. By default raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented
+with `@@ ` marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after
+another. Text may be compressed by gzip, xz or zstd.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
+from deepspeed_nmt.commands.prepare_cleaning import removals, removed_examples, repairs
 from deepspeed_nmt.commands.prepare_inputs import add_inputs
+from deepspeed_nmt.commands.prepare_vocabulary import add_vocabulary_arguments, describe_vocabulary
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
@@ -32,17 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_inputs(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="size of the vocabulary (default: 8000; with --segmented: all)"
-    )
-    parser.add_argument(
-        "--vocab-from", type=Path, metavar="DIR", help="use the vocabulary of this data or run directory"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="hf:B[,B]",
-        help="use the tokenizer of a BERT for both sides, or of two for source and target; B is a folder, or a name "
-        "on the Hugging Face hub",
-    )  # fmt: skip
     parser.add_argument("--segmented", action="store_true", help="the text is already segmented with '@@ ' marks")
     parser.add_argument(
         "--text", choices=("raw", "moses", "tokenised"),
@@ -54,27 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{side}-lang", metavar="L", help=f"language code of the {side}, for example de; Moses' rules need it"
         )
     parser.add_argument(
-        "--character-coverage", type=float, default=1.0, metavar="P",
-        help="share of the text's characters that the vocabulary covers; 0.9995 for Chinese or Japanese "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--normalization", choices=("none", "nfc", "nfkc"),
-        help="Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
-        "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
-    )  # fmt: skip
-    add_cleaning_options(parser)
-    parser.add_argument(
         "--workers", "--threads", type=int, metavar="N",
         help="number of processes that clean and encode; the result is the same for any (default: all cores)",
     )  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N",
-        help="seed of the sample of text that the vocabulary is learnt from (default: %(default)s)",
+        help="seed of the sample that the vocabulary is learnt from, and of segmentations (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a data directory made from other text or options"
     )
+    add_vocabulary_arguments(parser)
+    add_cleaning_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,15 +128,7 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
     if "test.source" in meta.inputs:
         lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
     lines += removed_examples(meta) + _examples(meta)
-    kind = "words of segmented text" if meta.segmented else "SentencePiece"
-    if "vocab_from" in meta.options:
-        kind += ", given"
-    elif not meta.segmented:
-        kind += f", normalization {meta.options.get('normalization', 'nfkc')}"
-    size = f"{meta.vocabulary_size:,} tokens ({kind})"
-    if "vocabulary.source.json" in meta.files:
-        size = f"{meta.source_vocabulary_size:,} and {meta.vocabulary_size:,} tokens (of two BERTs)"
-    return "\n".join([*lines, "", f"vocabulary      {size}", f"data directory  {out}"])
+    return "\n".join([*lines, "", f"vocabulary      {describe_vocabulary(meta)}", f"data directory  {out}"])
 
 
 def _changed(meta: Meta, side: str) -> str:

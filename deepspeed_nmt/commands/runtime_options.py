@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.commands.translate_options import tag_of
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.launched import place
 
@@ -48,7 +49,7 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             "--runtime ctranslate2 translates in one process, but several are to start; leave out --workers or the "
             "launcher, and set OMP_NUM_THREADS for more threads"
         )
-    torch_only = ("prefix", "constraints", "alignment", "alignment_layer", "weights", "suppress")
+    torch_only = ("prefix", "constraints", "alignment", "alignment_layer", "weights", "suppress", "tag_target")
     given = [name for name in torch_only if getattr(arguments, name) is not None]
     if given or arguments.token_scores:
         name = (given[0] if given else "token_scores").replace("_", "-")
@@ -65,6 +66,7 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             decoder_layers=arguments.decoder_layers,
             detokenise=arguments.detokenise,
             rerank=arguments.rerank,
+            tag=tag_of(arguments.tag),
             **{key: value for key, value in search.items() if key != "suppress"},
         )
         translate_stream(translator, arguments, source, {})
@@ -82,6 +84,7 @@ def _open_exported(
     decoder_layers: int | None,
     detokenise: str | None,
     rerank: str | None,
+    tag: str | None,
     name: str | None,
     **changes: Any,
 ) -> StreamTranslator:
@@ -119,4 +122,4 @@ def _open_exported(
         return is_current(certificate, run, checkpoint)
 
     ensure(place, run, checkpoint, make, is_current)
-    return ExportedTranslator(place, device, changes, detokenise)
+    return ExportedTranslator(place, device, changes, detokenise, tag)

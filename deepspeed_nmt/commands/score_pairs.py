@@ -18,7 +18,7 @@ from io import BufferedReader
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.translate_options import add_run_arguments, weights_of
+from deepspeed_nmt.commands.translate_options import add_run_arguments, add_tag_arguments, tag_of, weights_of
 from deepspeed_nmt.commands.translate_texts import count_lines, target_of
 from deepspeed_nmt.errors import ConfigError
 
@@ -32,6 +32,7 @@ HELP = "log-probabilities of given translations, by sentence and token"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_arguments(parser, "score")
+    add_tag_arguments(parser)
     parser.add_argument("--source", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument(
         "--target", required=True, metavar="F",
@@ -100,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             exit=arguments.exit,
             weights=weights_of(arguments),
+            tag=tag_of(arguments.tag),
+            tag_target=tag_of(arguments.tag_target),
         )
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))

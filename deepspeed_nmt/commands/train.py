@@ -157,6 +157,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
+    from deepspeed_nmt.run.resolve import plan_of
     from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
@@ -188,4 +189,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
             "checkpoint remembers its own)"
         )
     data = TrainingData(options) if options else recorded_data(arguments.run)
+    corpora = data.corpora(config.mixture)
+    if not begun:
+        plan_of(corpora, config, data)  # so that a mistake in the weights is found before anything is written
     return config.resolved(before), data, origin

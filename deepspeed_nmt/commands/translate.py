@@ -19,8 +19,10 @@ from deepspeed_nmt.commands import runtime_options
 from deepspeed_nmt.commands.translate_options import (
     add_run_arguments,
     add_search_arguments,
+    add_tag_arguments,
     check_exits,
     search_arguments,
+    tag_of,
     weights_of,
 )
 from deepspeed_nmt.commands.translate_stream import translate_stream
@@ -84,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: 16 bit on a GPU, fp32 on a CPU; int8 is the fastest on a CPU (default: %(default)s)",
     )  # fmt: skip
     runtime_options.add_arguments(parser)
+    add_tag_arguments(parser)
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N",
         help="processes on this host's CPU that translate pieces of the file (default: %(default)s)",
@@ -150,5 +153,7 @@ def _translator(arguments: argparse.Namespace, search: Mapping[str, Any]) -> Tra
         detokenise=arguments.detokenise,
         precision=arguments.precision,
         weights=weights_of(arguments),
+        tag=tag_of(arguments.tag),
+        tag_target=tag_of(arguments.tag_target),
         **search,
     )

@@ -35,6 +35,25 @@ def add_run_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     )
 
 
+def add_tag_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for tags."""
+    parser.add_argument(
+        "--tag", metavar="S",
+        help="put this symbol of the vocabulary in front of each source line, or `none` (default: that of the run's "
+        "data, if any)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tag-target", metavar="S",
+        help="let each translation begin with this symbol, which is not written, or `none` (default: that of the "
+        "run's data, if any)",
+    )  # fmt: skip
+
+
+def tag_of(given: str | None) -> str | None:
+    """Return a tag as :meth:`Translator.open` takes it: "" for none, None for that of the run's data."""
+    return "" if given == "none" else given
+
+
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     search = parser.add_argument_group("search")

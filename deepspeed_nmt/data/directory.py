@@ -13,17 +13,18 @@ from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
 from deepspeed_nmt.data.marian_tokenizer import KIND, MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.round_trip import RoundTrip
-from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
+from deepspeed_nmt.data.segmentation import split_name
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SIDE_MODEL_FILES, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import check_utf8_name, parse_json
 from deepspeed_nmt.manifest import MANIFEST_FILE, DamagedRecordError, FileRecord, read_record
 from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 META_FILE = "meta.json"
 VOCABULARY_FILES = (
-    *(INFO_FILE, MODEL_FILE, *map(side_file, SIDES)),
+    *(INFO_FILE, MODEL_FILE, *SIDE_MODEL_FILES.values(), *map(side_file, SIDES)),
     *(*MODEL_FILES.values(), *NUMBERS_FILES.values()),
 )
 """Names of the files that a vocabulary of any kind may have."""
@@ -49,13 +50,15 @@ class Meta(Config):
         inputs: input files by ``<split>.<side>``, in order.
         segmented: True if the text is already segmented in the ``@@ `` style.
         text: form of the text; None in older directories.
+        tags: symbols in front of all sentences; the raw text does not have them.
         vocabulary_size: tokens of the target's side, including special ones.
         source_vocabulary_size: tokens of the source's side; None in older directories, where both sides are equal.
         pairs_read: training pairs before cleaning.
         removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason` and by filter, zeros included.
         removed_examples: some of them, as (source, target), shortened; none in older directories.
         repaired: lines of the training text that a Unicode rule changed, by rule and side; none in older directories.
-        splits: statistics of ``train`` and ``valid``; valid is not cleaned.
+        splits: statistics of ``train`` and ``valid``, which is not cleaned; ``train.1``, ``train.2`` and so on are
+            further segmentations of the training text.
         round_trips: lines that encoding and decoding changes, by ``<split>.<side>``; empty in older directories.
         files: every file of the directory except ``meta.json``.
     """
@@ -66,6 +69,7 @@ class Meta(Config):
     inputs: dict[str, tuple[InputRecord, ...]]
     segmented: bool
     text: TextForm | None = None
+    tags: Tags = NO_TAGS
     vocabulary_size: int
     source_vocabulary_size: int | None = None
     pairs_read: int
@@ -165,9 +169,19 @@ class DataDirectory:
         return {name: record for name, record in self.meta.files.items() if name.startswith("vocabulary.")}
 
     @property
+    def segmentations(self) -> int:
+        """Number of segmentations of each training sentence."""
+        return sum(name.startswith("train") for name in self.meta.splits)
+
+    @property
     def longest_source(self) -> int:
-        """Tokens of the longest source sentence of the training text, without EOS."""
-        return self.meta.splits["train"].source.longest
+        """Tokens of the longest source sentence of the training text in any segmentation, without EOS."""
+        return max(self.meta.splits[split_name(number)].source.longest for number in range(self.segmentations))
+
+    @property
+    def tags(self) -> Tags:
+        """Symbols in front of all sentences of the corpus, which the raw text does not have."""
+        return self.meta.tags
 
     @property
     def text_form(self) -> TextForm:
@@ -188,8 +202,8 @@ class DataDirectory:
         return Corpus(self.path, split)
 
     def training_corpora(self) -> list[Corpus]:
-        """Open the token numbers of ``train``, once for each segmentation."""
-        return [self.corpus("train")]
+        """Open the training corpus in all its segmentations: the same pairs in the same order, with other tokens."""
+        return [self.corpus(split_name(number)) for number in range(self.segmentations)]
 
     def text(self, split: str, side: str) -> Path:
         """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.

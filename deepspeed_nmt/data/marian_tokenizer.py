@@ -69,6 +69,7 @@ class MarianTokenizer(Tokenizer):
             for side in SIDES
         )
         self.vocabulary = target if self._shared else replace(target, own_source=source)
+        self.symbols = tuple(piece for piece in self._pieces["source"] if _LANGUAGE.fullmatch(piece))
 
     @classmethod
     def read(cls, path: Path, info: Mapping[str, Any]) -> MarianTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,13 +16,41 @@ from deepspeed_nmt.data.filters import FilterConfig, PairFilters, read_filters
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, Paths
 from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.reading import FileSet, TextLayout
-from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.segmentation import ALPHA, Sampling
+from deepspeed_nmt.data.tokenizer import SPACE, Tokenizer
 from deepspeed_nmt.data.unicode_rules import read_unicode_rules
+from deepspeed_nmt.data.vocabulary_training import VocabularyType
 from deepspeed_nmt.errors import shown
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm, check_language
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, check_language
 
 DEFAULT_VOCAB_SIZE = 8000
+
+
+_SPECIAL = re.compile(r"<pad>|<s>|</s>|<unk>|<0x[0-9A-F]{2}>")
+"""Texts of special tokens, and of the tokens of bytes."""
+
+
+def check_symbol(text: str) -> str:
+    """Return a symbol of the user's.
+
+    Raises:
+        ValueError: if it cannot be a token.
+    """
+    if not text or text.split() != [text]:
+        raise ValueError(f"must be texts without white space, but have {shown(text)}")
+    if _SPECIAL.fullmatch(text) or SPACE in text:
+        raise ValueError(f"must be other texts than those of special tokens, but have {shown(text)}; rename it")
+    return text
+
+
+Symbol = Annotated[str, AfterValidator(check_symbol)]
+
+
+def _one_or_two(models: Paths) -> Paths:
+    if len(models) > 2:
+        raise ValueError(f"must be one model for both sides, or two for source and target, but are {len(models)}")
+    return models
 
 
 class PrepareOptions(Config):
@@ -49,6 +78,24 @@ class PrepareOptions(Config):
     """Directory whose vocabulary is used instead of a new one."""
     tokenizer: str | None = None
     """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
+    sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = ()
+    """SentencePiece models of the user's, of both sides or of source and target, used instead of a new vocabulary."""
+    vocabulary_type: VocabularyType | None = None
+    """Type of a new vocabulary of raw text; None means bpe."""
+    separate_vocabularies: bool = False
+    """True to make a vocabulary for each side instead of one for both."""
+    byte_fallback: bool = False
+    """True to write characters that are not in a new vocabulary as their bytes."""
+    symbols: tuple[Symbol, ...] = ()
+    """Texts that are single tokens of a new vocabulary, or are added to the user's models."""
+    tag_source: str | None = None
+    """Symbol in front of every source of the directory."""
+    tag_target: str | None = None
+    """Symbol in front of every target of the directory."""
+    segmentations: int = Field(default=1, ge=1, le=1000)
+    """Segmentations of each training sentence; above 1 they are sampled."""
+    segmentation_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Parameter of the sampling; see :class:`Sampling`. None means that of the vocabulary's type in ALPHA."""
     segmented: bool = False
     """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
     text: Literal["raw", "moses", "tokenised"] | None = None
@@ -67,7 +114,7 @@ class PrepareOptions(Config):
     unicode: tuple[str, ...] = ()
     """Rules that repair characters of training text before it is cleaned; may be given as on the command line."""
     seed: int = Field(default=1, ge=0, lt=1 << 63)
-    """Seed of the sample that the vocabulary is trained on."""
+    """Seed of the sample that the vocabulary is trained on, and of sampled segmentations."""
     workers: int = Field(default=1, ge=1, le=1024)
     """Number of processes that clean and encode; the result does not depend on it."""
     overwrite: bool = False
@@ -93,24 +140,73 @@ class PrepareOptions(Config):
 
     @model_validator(mode="after")
     def _one_vocabulary(self) -> PrepareOptions:
-        if self.tokenizer is None:
-            return self
-        if not self.tokenizer.startswith(PREFIX):
+        if self.tokenizer is not None and not self.tokenizer.startswith(PREFIX):
             raise ValueError(f"--tokenizer must be {PREFIX}BERT or {PREFIX}BERT,BERT, but is {shown(self.tokenizer)}")
-        given = {"--vocab-from": self.vocab_from, "--vocab-size": self.vocab_size, "--segmented": self.segmented}
-        given["--character-coverage"] = self.character_coverage != 1.0
-        given["--normalization"] = self.normalization is not None
-        given[f"--text {self.text}"] = self.text not in (None, "raw")
-        if others := [option for option, value in given.items() if value]:
-            raise ValueError(f"--tokenizer brings its own vocabularies for raw text; leave out {', '.join(others)}")
+        sources = {
+            "--tokenizer": self.tokenizer,
+            "--sentencepiece": self.sentencepiece,
+            "--vocab-from": self.vocab_from,
+        }
+        given = [option for option, value in sources.items() if value]
+        if not given:
+            return self
+        made = {
+            "--vocabulary-type": self.vocabulary_type is not None,
+            "--separate-vocabularies": self.separate_vocabularies,
+            "--byte-fallback": self.byte_fallback,
+        }
+        others: dict[str, object] = {option: option != given[0] for option in given}
+        if given[0] != "--vocab-from":
+            others |= {
+                "--vocab-size": self.vocab_size,
+                "--segmented": self.segmented,
+                "--character-coverage": self.character_coverage != 1.0,
+                "--normalization": self.normalization is not None,
+            }
+        if given[0] == "--tokenizer":
+            others[f"--text {self.text}"] = self.text not in (None, "raw")
+        if given[0] != "--sentencepiece":
+            made["--symbols"] = bool(self.symbols)
+        if wrong := [option for option, value in {**others, **made}.items() if value]:
+            what = "its own vocabulary" if given[0] == "--vocab-from" else "its own vocabularies for raw text"
+            raise ValueError(f"{given[0]} brings {what}; leave out {', '.join(wrong)}")
         return self
 
     @model_validator(mode="after")
-    def _normalization_is_of_a_new_vocabulary(self) -> PrepareOptions:
+    def _raw_text_is_segmented(self) -> PrepareOptions:
         if self.normalization is not None and self.segmented:
             raise ValueError("--normalization is for raw text, but segmented text is taken as it is; leave it out")
         if self.normalization is not None and self.vocab_from is not None:
             raise ValueError("--vocab-from brings its own normalization; leave out --normalization")
+        ways = {
+            "--vocabulary-type": self.vocabulary_type is not None,
+            "--byte-fallback": self.byte_fallback,
+            "--segmentations": self.segmentations > 1,
+        }
+        if self.segmented and (wrong := [option for option, value in ways.items() if value]):
+            raise ValueError(f"--segmented text has its tokens already; leave out {', '.join(wrong)}")
+        return self
+
+    @model_validator(mode="after")
+    def _alpha_is_of_several_segmentations(self) -> PrepareOptions:
+        if self.segmentation_alpha is not None and self.segmentations == 1:
+            raise ValueError(
+                "--segmentation-alpha is for sampled segmentations, but there is one that is not sampled; give "
+                "--segmentations 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _symbols_are_new_tokens(self) -> PrepareOptions:
+        if again := sorted({each for each in self.symbols if self.symbols.count(each) > 1}):
+            raise ValueError(f"--symbols must be different, but {', '.join(again)} is given more than once")
+        if self.vocab_from is None and self.tokenizer is None:
+            for option, tag in (("--tag-source", self.tag_source), ("--tag-target", self.tag_target)):
+                if tag is not None and tag not in self.symbols:
+                    known = f"which are {', '.join(self.symbols)}" if self.symbols else "which are none"
+                    raise ValueError(
+                        f"{option} must be one of --symbols, {known}, but is {shown(tag)}; add it to --symbols"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -185,6 +281,18 @@ class PrepareOptions(Config):
         return PairFilters(self.filters, self.text_form, self.segmented)
 
     @property
+    def tags(self) -> Tags:
+        """Symbols in front of all sentences."""
+        return Tags(self.tag_source, self.tag_target)
+
+    def sampling(self, vocabulary_type: str) -> Sampling | None:
+        """Return the segmentations to sample with a vocabulary of a type; None for one that is not sampled."""
+        if self.segmentations == 1:
+            return None
+        alpha = self.segmentation_alpha or ALPHA.get(vocabulary_type, ALPHA["bpe"])
+        return Sampling(self.segmentations, alpha, self.seed)
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """Splits with text."""
         return ("train", "valid", "test") if self.test_source else ("train", "valid")
@@ -217,23 +325,42 @@ class PrepareOptions(Config):
         """True if the training pairs have weights."""
         return bool(self.train_weights) or len(self.tsv_columns or ()) == 3
 
-    def recorded(self, vocabulary: Tokenizer | None) -> dict[str, Any]:
-        """Collect the options that decide the result, besides the text; ``vocabulary`` is the given one, if any."""
+    def recorded(self, vocabulary: Tokenizer | None, sampling: Sampling | None = None) -> dict[str, Any]:
+        """Collect the options that decide the result, besides the text.
+
+        Those that older versions lack are recorded only if they are not at their defaults.
+
+        Args:
+            vocabulary: the given one, if any.
+            sampling: segmentations to draw, if any.
+        """
         options = self.model_dump(mode="json", include={"segmented", "cleaning"})
         if self.tsv_columns is not None:
             options["tsv_columns"] = list(self.tsv_columns)
         text = self.text_form
-        if text != TextForm(form="tokenised" if self.segmented else "raw"):  # not recorded by versions without it
+        if text != TextForm(form="tokenised" if self.segmented else "raw"):
             options["text"] = asdict(text)
         if self.filters:
             options["filters"] = {name: each.model_dump(mode="json") for name, each in self.filters.items()}
         if self.unicode:
             options["unicode"] = list(self.unicode)
+        if self.tags != NO_TAGS:
+            options["tags"] = asdict(self.tags)
+        if sampling is not None:
+            options["segmentations"] = asdict(sampling)
+        if self.symbols:
+            options["symbols"] = list(self.symbols)
         if vocabulary is not None:
-            return {**options, "tokenizer" if self.tokenizer else "vocab_from": vocabulary.digest}
+            given = "tokenizer" if self.tokenizer else "sentencepiece" if self.sentencepiece else "vocab_from"
+            return {**options, given: vocabulary.digest}
         size = self.vocab_size or (None if self.segmented else DEFAULT_VOCAB_SIZE)
-        if self.normalization not in (None, "nfkc"):  # not recorded by versions that had no other
-            options["normalization"] = self.normalization
+        changed = {
+            "normalization": self.normalization not in (None, "nfkc"),
+            "vocabulary_type": self.vocabulary_type not in (None, "bpe"),
+            "separate_vocabularies": self.separate_vocabularies,
+            "byte_fallback": self.byte_fallback,
+        }
+        options |= {name: getattr(self, name) for name, differs in changed.items() if differs}
         return {**options, "vocab_size": size, "character_coverage": self.character_coverage, "seed": self.seed}
 
 

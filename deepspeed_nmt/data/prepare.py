@@ -28,6 +28,7 @@ from deepspeed_nmt.data.directory import (
     Meta,
     open_tokenizer,
 )
+from deepspeed_nmt.data.encoding import PairEncoder
 from deepspeed_nmt.data.inputs import (
     STANDARD_INPUT,
     Paths,
@@ -39,11 +40,13 @@ from deepspeed_nmt.data.inputs import (
 )
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
 from deepspeed_nmt.data.reading import read_pieces
-from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
+from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.sizes import check_room, sizes_before_cleaning, sizes_before_encoding
 from deepspeed_nmt.data.stages import PairFiles, clean_text, encode_split
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
@@ -51,7 +54,7 @@ from deepspeed_nmt.text import looks_tokenised, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
-_PREPARED = re.compile(r"(train|valid|test)\.(source|target|weights)(\..*)?|vocabulary\..*")
+_PREPARED = re.compile(r"(train(\.\d+)?|valid|test)\.(source|target|weights)(\..*)?|vocabulary\..*")
 """Names of the files of a data directory besides META_FILE."""
 
 
@@ -71,13 +74,16 @@ def prepare(options: PrepareOptions) -> Meta:
     check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
     _check_outside(out, options)
     given = _given_vocabulary(options)
+    sampling = _sampling(options, given)
+    if given is not None:
+        PairEncoder(given, options.tags, sampling).check()
     try:
         with replacing(out, _is_whole):
             _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
             if (out / META_FILE).exists() and not options.overwrite:
-                return _same_or_refuse(out, options.recorded(given), inspect_inputs(options.inputs))
+                return _same_or_refuse(out, options.recorded(given, sampling), inspect_inputs(options.inputs))
             with staged(out) as staging:
-                return _fill(staging, options, given)
+                return _fill(staging, options, given, sampling)
     except OSError as error:
         raise DataError(
             f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
@@ -93,7 +99,7 @@ def _is_whole(out: Path) -> bool:
     return True
 
 
-def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Meta:
+def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None, sampling: Sampling | None) -> Meta:
     sets = options.training_sets
     sizes = sizes_before_cleaning(sets, given, options.weighted)
     check_room(sizes, staging)
@@ -109,14 +115,15 @@ def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Me
 
     tokenizer = given or _train_vocabulary(options, files, cleaner.kept)
     tokenizer.save(staging)
-    check_room(sizes_before_encoding(clean, tokenizer, options.weighted), staging)
-    encoded = {"train": encode_split(clean, tokenizer, staging, "train", options.workers, cleaner, options.weighted)}
+    encoder = PairEncoder(tokenizer, options.tags, sampling)
+    check_room(sizes_before_encoding(clean, encoder, options.weighted), staging)
+    encoded = encode_split(clean, encoder, staging, "train", options.workers, cleaner, options.weighted)
     _check_some_left(cleaner)
     for path in files:
         path.unlink()
     # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
     valid = PairFiles.of(staging / "valid.source", staging / "valid.target")
-    encoded["valid"] = encode_split(valid, tokenizer, staging, "valid", options.workers)
+    encoded |= encode_split(valid, PairEncoder(tokenizer, options.tags), staging, "valid", options.workers)
 
     if options.text == "moses" and options.target_lang is not None:
         warn_of_missing_rules(options.target_lang, "--target-lang")
@@ -127,10 +134,11 @@ def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Me
     meta = Meta(
         format=FORMAT,
         version=__version__,
-        options=options.recorded(given),
+        options=options.recorded(given, sampling),
         inputs={name: inputs[name] for name in options.inputs},
         segmented=tokenizer.segmented,
         text=options.text_form,
+        tags=options.tags,
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
@@ -138,7 +146,9 @@ def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Me
         removed_examples={reason: tuple(cleaner.removals.examples.get(reason, ())) for reason in cleaner.reasons},
         repaired={rule: {side: cleaner.repaired[rule, side] for side in SIDES} for rule in options.unicode},
         splits={split: stats for split, (stats, _) in encoded.items()},
-        round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
+        round_trips={
+            f"{split}.{side}": each for split, (_, tried) in encoded.items() for side, each in tried.items()
+        },
         files=written,
     )
     write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
@@ -187,18 +197,40 @@ def _warn_of_tokens(path: Path) -> None:
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
-    """Train the vocabulary on the clean text in ``files``, or on a sample of it."""
+    """Train the vocabulary on the clean text in ``files``, or on a sample of it; or one on each of them."""
+    if options.separate_vocabularies:
+        source, target = (_trained(options, (path,), pairs) for path in files)
+        return SentencePieceTokenizer(target.model, target.segmented, source.model, options.symbols)
+    return _trained(options, files, pairs)
+
+
+def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePieceTokenizer:
+    """Train one vocabulary."""
     if options.segmented:
-        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=2 * pairs))
-        return train_words(lines, options.vocab_size)
+        total = len(files) * pairs
+        lines = (line.decode() for line in progress(read_lines(files), "vocabulary", "lines", total=total))
+        return train_words(lines, options.vocab_size, options.symbols)
     chosen = np.ones(pairs, dtype=np.bool_)
     if pairs > SAMPLE_PAIRS:
         chosen[:] = False
         chosen[np.random.default_rng(options.seed).choice(pairs, SAMPLE_PAIRS, replace=False, shuffle=False)] = True
     size = options.vocab_size or DEFAULT_VOCAB_SIZE
     logger.info("vocabulary: training %s tokens on %s pairs", f"{size:,}", f"{int(chosen.sum()):,}")
-    lines = (line.decode() for path in files for line in compress(read_lines((path,)), chosen))
-    return train_bpe(lines, size, options.character_coverage, options.normalization or "nfkc")
+    return train_subwords(
+        (line.decode() for path in files for line in compress(read_lines((path,)), chosen)),
+        size,
+        options.character_coverage,
+        options.normalization or "nfkc",
+        options.vocabulary_type or "bpe",
+        options.byte_fallback,
+        options.symbols,
+    )
+
+
+def _sampling(options: PrepareOptions, given: Tokenizer | None) -> Sampling | None:
+    """Return the segmentations to draw; None for one that is not sampled."""
+    models = None if given is None else given.sentencepiece_models()
+    return options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))
 
 
 def _check_some_left(cleaner: PairCleaner) -> None:
@@ -217,6 +249,8 @@ def _check_some_left(cleaner: PairCleaner) -> None:
 def _given_vocabulary(options: PrepareOptions) -> Tokenizer | None:
     if options.tokenizer is not None:
         return BertTokenizer.from_berts(options.tokenizer.removeprefix(PREFIX))
+    if options.sentencepiece:
+        return adopt_models(options.sentencepiece, options.symbols)
     if options.vocab_from is None:
         return None
     tokenizer = open_tokenizer(options.vocab_from)

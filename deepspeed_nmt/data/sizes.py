@@ -10,6 +10,7 @@ from typing import NamedTuple
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.corpus import token_dtype
+from deepspeed_nmt.data.encoding import PairEncoder
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, open_input
 from deepspeed_nmt.data.reading import FileSet
 from deepspeed_nmt.data.stages import PairFiles, vocabulary_size
@@ -72,27 +73,28 @@ def sizes_before_cleaning(sets: Sequence[FileSet], tokenizer: Tokenizer | None, 
     return _sizes(round(pairs), round(text), round(text / _BYTES_A_TOKEN) * size, weighted)
 
 
-def sizes_before_encoding(files: PairFiles, tokenizer: Tokenizer, weighted: bool) -> Sizes:
+def sizes_before_encoding(files: PairFiles, encoder: PairEncoder, weighted: bool) -> Sizes:
     """Estimate sizes of the encoded training text from some of its clean text.
 
     Args:
         files: the clean text, which is already on disk.
-        tokenizer: the vocabulary.
+        encoder: the vocabulary, tags and segmentations.
         weighted: True if the pairs have weights.
     """
     spans = files.spans[:: -(-len(files.spans) // _SAMPLE_SPANS)]
     tokens = taken = 0
     for span in spans:
-        for lines, side in zip(files.read(span), SIDES, strict=True):
-            texts = [line.decode() for line in lines[:_SAMPLE_PAIRS]]
-            tokens += sum(map(len, tokenizer.encode_batch(texts, side)))
+        texts = [[line.decode() for line in lines[:_SAMPLE_PAIRS]] for lines in files.read(span)]
+        found = encoder.encode(list(zip(*texts, strict=True)), span.first)
+        tokens += sum(len(sentence) for each in found for side in SIDES for sentence in each[side])
         taken += min(span.pairs, _SAMPLE_PAIRS)
-    size = _TOKEN_BYTES[token_dtype(vocabulary_size(tokenizer))]
-    return _sizes(files.pairs, 0, round(tokens * files.pairs / taken) * size, weighted)
+    size = _TOKEN_BYTES[token_dtype(vocabulary_size(encoder.tokenizer))]
+    count = 1 if encoder.sampling is None else encoder.sampling.count
+    return _sizes(files.pairs, 0, round(tokens * files.pairs / taken) * size, weighted, count)
 
 
-def _sizes(pairs: int, text: int, tokens: int, weighted: bool) -> Sizes:
-    offsets = len(SIDES) * _OFFSET_BYTES * (pairs + 1)
+def _sizes(pairs: int, text: int, tokens: int, weighted: bool, segmentations: int = 1) -> Sizes:
+    offsets = segmentations * len(SIDES) * _OFFSET_BYTES * (pairs + 1)
     return Sizes(pairs, text, tokens, offsets, _WEIGHT_BYTES * pairs if weighted else 0)
 
 

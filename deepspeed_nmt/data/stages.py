@@ -8,7 +8,7 @@ workers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -22,9 +22,11 @@ from deepspeed_nmt.core.vocabulary import SIDES, Side
 from deepspeed_nmt.data.clean import CheckedPairs, CleaningConfig, PairChecker, PairCleaner, normalise_whitespace
 from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats, Tokens
 from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.encoding import PairEncoder, longest
 from deepspeed_nmt.data.reading import PIECE_BYTES, Piece, TextLayout
 from deepspeed_nmt.data.removals import Removals
 from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
+from deepspeed_nmt.data.segmentation import split_name
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.worker_pool import ordered_map
 
@@ -184,15 +186,13 @@ class _Encoded(NamedTuple):
     """Encoded pairs of a piece.
 
     Attributes:
-        source: tokens of the sources that fit.
-        target: tokens of their targets.
+        segmentations: tokens of the sources and of the targets of pairs that fit, in each segmentation.
         keep: True for pairs of the piece that fit. Shape: (N,)
         removals: others, by reason.
         round_trips: lines that encoding and decoding changes, by side.
     """
 
-    source: Tokens
-    target: Tokens
+    segmentations: list[tuple[Tokens, Tokens]]
     keep: npt.NDArray[np.bool_]
     removals: Removals
     round_trips: dict[Side, RoundTrip]
@@ -204,58 +204,62 @@ class _Encoding:
     Args:
         vocabulary: directory of the vocabulary.
         files: the text.
+        encoder: tags and segmentations of the pairs.
         cleaning: lengths to keep; None keeps all pairs.
     """
 
-    def __init__(self, vocabulary: Path, files: PairFiles, cleaning: CleaningConfig | None) -> None:
+    def __init__(
+        self, vocabulary: Path, files: PairFiles, encoder: PairEncoder, cleaning: CleaningConfig | None
+    ) -> None:
         self._vocabulary, self._cleaning = vocabulary, cleaning
+        self._tags, self._sampling = encoder.tags, encoder.sampling
         self._files, self._pairs = PairFiles(files.source, files.target, []), files.pairs
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return open_tokenizer(self._vocabulary)
+    def _encoder(self) -> PairEncoder:
+        return PairEncoder(open_tokenizer(self._vocabulary), self._tags, self._sampling)
 
     def __call__(self, span: Span) -> _Encoded:
         """Encode the pairs of a piece."""
-        tokenizer = self._tokenizer
+        encoder, tokenizer = self._encoder, self._encoder.tokenizer
         lines = self._files.read(span)
         if self._cleaning is None:  # broken lines as well as possible: line numbers must stay those of the text
             texts = [[_lenient(line, tokenizer.segmented) for line in side] for side in lines]
         else:
             texts = [[line.decode() for line in side] for side in lines]
-        sentences = [tokenizer.encode_batch(text, side) for text, side in zip(texts, SIDES, strict=True)]
+        found = encoder.encode(list(zip(*texts, strict=True)), span.first)
         keep: npt.NDArray[np.bool_] = np.ones(span.pairs, np.bool_)
         removals = Removals()
         if self._cleaning is not None:
             cleaner = PairCleaner(self._cleaning, tokenizer.segmented)
-            lengths = [[len(sentence) for sentence in side] for side in sentences]
-            keep = cleaner.fits(lengths[0], lengths[1], list(zip(*texts, strict=True)))
+            keep = cleaner.fits(longest(found, "source"), longest(found, "target"), list(zip(*texts, strict=True)))
             removals = cleaner.removals
         places = (span.first + np.flatnonzero(keep)).tolist()
         texts = [list(compress(side, keep)) for side in texts]
-        sentences = [list(compress(side, keep)) for side in sentences]
+        kept = [{side: list(compress(each[side], keep)) for side in SIDES} for each in found]
         size = vocabulary_size(tokenizer)
         tried = {
-            side: RoundTrips(tokenizer, side, self._pairs).check(places, text, tokens)
-            for side, text, tokens in zip(SIDES, texts, sentences, strict=True)
+            side: RoundTrips(tokenizer, side, self._pairs).check(places, encoder.texts(text, side), kept[0][side])
+            for side, text in zip(SIDES, texts, strict=True)
         }
-        return _Encoded(Tokens.of(sentences[0], size), Tokens.of(sentences[1], size), keep, removals, tried)
+        segmentations = [(Tokens.of(each["source"], size), Tokens.of(each["target"], size)) for each in kept]
+        return _Encoded(segmentations, keep, removals, tried)
 
 
 def encode_split(
     files: PairFiles,
-    tokenizer: Tokenizer,
+    encoder: PairEncoder,
     directory: Path,
     split: str,
     workers: int,
     cleaner: PairCleaner | None = None,
     weighted: bool = False,
-) -> tuple[SplitStats, dict[Side, RoundTrip]]:
-    """Write the tokens of a split.
+) -> dict[str, tuple[SplitStats, dict[Side, RoundTrip]]]:
+    """Write the tokens of a split, in all its segmentations.
 
     Args:
         files: its text.
-        tokenizer: the vocabulary.
+        encoder: the vocabulary, tags and segmentations.
         directory: which has the files of the vocabulary, and receives those of the split.
         split: ``train`` or ``valid``.
         workers: number of processes.
@@ -263,26 +267,37 @@ def encode_split(
         weighted: True if the pairs have weights.
 
     Returns:
-        Statistics, and lines that encoding and decoding changes.
+        Statistics of the split and of its other segmentations, and lines that encoding and decoding changes, of the
+        first segmentation.
     """
-    vocabulary = tokenizer.vocabulary
-    work = _Encoding(directory, files, None if cleaner is None else cleaner.config)
+    vocabulary, size = encoder.tokenizer.vocabulary, vocabulary_size(encoder.tokenizer)
+    names = [split] if encoder.sampling is None else [split_name(number) for number in range(encoder.sampling.count)]
+    work = _Encoding(directory, files, encoder, None if cleaner is None else cleaner.config)
     tried: dict[Side, RoundTrip] = {side: RoundTrip() for side in SIDES}
     unknown = (vocabulary.source.unk, vocabulary.unk)
     spans = [span._replace(weights=None) for span in files.spans]  # workers do not need them
     with (
-        CorpusWriter(directory, split, vocabulary_size(tokenizer), unknown, weighted) as writer,
+        ExitStack() as opened,
         closing(ordered_map(work, spans, workers, lambda span: span.size)) as encoded_pieces,
         counting("encoding", "pairs", files.pairs) if split == "train" else nullcontext(_ignore) as advance,
     ):
+        writers = [
+            opened.enter_context(CorpusWriter(directory, name, size, unknown, weighted and name == split))
+            for name in names
+        ]
         for span, encoded in zip(files.spans, encoded_pieces, strict=True):
             if cleaner is not None:
                 cleaner.removals.merge(encoded.removals)
             weights = None if span.weights is None else span.weights[encoded.keep]
-            writer.append_tokens(encoded.source, encoded.target, weights)
+            for name, writer, each in zip(names, writers, encoded.segmentations, strict=True):
+                writer.append_tokens(*each, weights if name == split else None)
             tried = {side: each.followed_by(encoded.round_trips[side]) for side, each in tried.items()}
             advance(span.pairs)
-        return writer.stats, tried
+        stats = [writer.stats for writer in writers]
+    others: dict[str, tuple[SplitStats, dict[Side, RoundTrip]]] = {
+        name: (each, {}) for name, each in zip(names[1:], stats[1:], strict=True)
+    }
+    return {split: (stats[0], tried), **others}
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

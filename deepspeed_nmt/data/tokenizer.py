@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
+from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.errors import DataError, did_you_mean, shown
 from deepspeed_nmt.files import atomic_write_bytes
 
 INFO_FILE = "vocabulary.json"
@@ -18,6 +20,10 @@ INFO_FILE = "vocabulary.json"
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of vocabularies that `prepare` trains; the defaults of :class:`Vocabulary`."""
+TokenLists = list[list[int]]
+"""Tokens of each of several lines."""
+SPACE = "\u2581"
+"""SentencePiece's mark for the space before a word."""
 UNKNOWN_TEXT = "⁇"
 """Text of an unknown token, visible to readers and an error in every metric."""
 
@@ -28,10 +34,12 @@ class Tokenizer(ABC):
     Attributes:
         vocabulary: sizes and special tokens.
         segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
+        symbols: texts of the user's that are single tokens, such as tags of languages.
     """
 
     vocabulary: Vocabulary
     segmented: bool = False
+    symbols: tuple[str, ...] = ()
 
     def save(self, directory: Path) -> None:
         """Write the files of the vocabulary into a directory."""
@@ -63,6 +71,37 @@ class Tokenizer(ABC):
         Returns:
             Tokens of each line; none for a line without tokens.
         """
+
+    def sample_batch(
+        self, texts: Sequence[str], side: Side, sampling: Sampling, number: int, first: int
+    ) -> TokenLists:
+        """Draw a segmentation of many lines of one side, without EOS, in this thread.
+
+        Args:
+            texts: lines of the side, of successive pairs.
+            side: of the lines.
+            sampling: of the text.
+            number: of the segmentation.
+            first: number of the first pair in the clean text, from 0.
+
+        Raises:
+            DataError: if the vocabulary segments a text in one way only.
+        """
+        raise DataError(
+            "segmentations can be drawn from a SentencePiece vocabulary of raw text only; give another one"
+        )
+
+    def symbol(self, side: Side, symbol: str) -> int:
+        """Return the number of one of :attr:`symbols` in the vocabulary of a side.
+
+        Raises:
+            DataError: if the vocabulary has no such symbol; it names those that it has.
+        """
+        number = self.number(symbol, side) if symbol in self.symbols else None
+        if number is None:
+            known = did_you_mean(symbol, self.symbols) if self.symbols else "; it has none, see prepare --symbols"
+            raise DataError(f"a tag must be a symbol of the {side}'s vocabulary, but {shown(symbol)} is none{known}")
+        return number
 
     @abstractmethod
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:

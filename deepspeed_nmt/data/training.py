@@ -18,6 +18,7 @@ from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, DataError, shown
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import NO_TAGS, Tags
 
 _WEIGHT = re.compile(r"([^:]+)(?::(\d+)-(\d*))?")
 _FORM = "DIR, DIR=WEIGHT, DIR=WEIGHT:FIRST-LAST,WEIGHT:FIRST-LAST, each with @TAG or without"
@@ -88,7 +89,7 @@ class DataPart:
         """Open the corpus.
 
         Raises:
-            ConfigError: if its tag is no token of the vocabulary.
+            DataError: if its tag is no token of the vocabulary.
         """
         source = target = None
         if self.tag is not None and config.tag == "source":
@@ -168,6 +169,12 @@ class TrainingData:
         )
 
     @property
+    def tags(self) -> Tags:
+        """Tags in front of all sentences; none if the data directories differ in them."""
+        found = {part.directory.tags for part in self.parts}
+        return found.pop() if len(found) == 1 else NO_TAGS
+
+    @property
     def longest_source(self) -> int:
         """Tokens of the longest source sentence of the training text, without EOS."""
         return max(part.directory.longest_source + (part.tag is not None) for part in self.parts)
@@ -176,7 +183,7 @@ class TrainingData:
         """Open the training text.
 
         Raises:
-            ConfigError: if a tag is no token of the vocabulary.
+            DataError: if a tag is no token of the vocabulary.
         """
         tokenizer = self.main.tokenizer()
         return Corpora([part.corpus(tokenizer, config) for part in self.parts])

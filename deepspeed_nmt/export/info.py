@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.export.ctranslate2_search import BeamSettings
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 INFO_FILE = "deepspeed_nmt.json"
 
@@ -30,6 +30,7 @@ class ExportInfo(Config):
         search_name: name of the run's search.
         search: its settings.
         text: form of the text that the run was trained on.
+        tags: symbols in front of all sentences of that text.
         model: shape of the model, for readers.
     """
 
@@ -41,6 +42,7 @@ class ExportInfo(Config):
     search_name: str
     search: BeamSettings
     text: dict[str, Any]
+    tags: Tags = NO_TAGS
     model: Mapping[str, Any]
 
     @property

@@ -134,16 +134,23 @@ class ExportedTranslator:
         device: auto, cpu or cuda.
         changes: settings of the search that differ from those of the run.
         detokenise: see ``Translator.open``.
+        tag: see ``Translator.open``.
 
     Raises:
         ConfigError: if a setting is out of range, or CTranslate2 is not installed.
+        DataError: if the tag is no symbol of the vocabulary.
     """
 
-    def __init__(self, place: Path, device: str, changes: dict[str, Any], detokenise: str | None = None) -> None:
+    def __init__(
+        self, place: Path, device: str, changes: dict[str, Any], detokenise: str | None = None, tag: str | None = None
+    ) -> None:
         self._info = ExportInfo.read(place)
         self._tokenizer: Tokenizer = open_tokenizer(place)
         self._settings = _changed(self._info.search, changes)
         self._plain = None if detokenise is None else _form(self._info.text_form, detokenise)
+        self._tags = self._info.tags if tag is None else replace(self._info.tags, source=tag or None)
+        if self._tags.source is not None:
+            self._tokenizer.symbol("source", self._tags.source)
         pieces = self._tokenizer.all_pieces("source"), self._tokenizer.all_pieces("target")
         info, vocabulary = self._info, self._tokenizer.vocabulary
         self._search = CTranslate2Search(place, vocabulary, pieces, info.longest, info.precision, device)
@@ -155,7 +162,7 @@ class ExportedTranslator:
             DataError: if one is.
         """
         reader = self._reader(max_source_tokens, strict=True)
-        for sentence in sentences:
+        for sentence in self._tags.tagged(sentences):
             reader.encode(sentence)
 
     def stream(
@@ -204,7 +211,7 @@ class ExportedTranslator:
         nbest: int,
         advance: Callable[[int], object],
     ) -> Iterator[list[Translation]]:
-        lines = warn_of_form(sentences, self._info.text_form)
+        lines = iter(self._tags.tagged(warn_of_form(sentences, self._info.text_form)))
         while buffer := list(islice(lines, buffer_lines)):
             sources = [reader.encode(line) for line in buffer]
             reader.warn_of_unknown()
@@ -214,12 +221,20 @@ class ExportedTranslator:
             searched = self._search.search([sources[number] for number in filled], self._settings, max_tokens)
             for place, hypotheses in searched:
                 found[filled[place]] = [
-                    Translation(self._tokenizer.decode(each.tokens), each.score, each.tokens, each.log_prob)
+                    Translation(
+                        self._tags.untagged(self._tokenizer.decode(each.tokens)),
+                        each.score,
+                        each.tokens,
+                        each.log_prob,
+                    )
                     for each in hypotheses[:nbest]
                 ]
                 advance(1)
             yield from found if self._plain is None else self._detokenised(found, self._plain)
         reader.warn_of_cuts()
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tags.untagged(self._tokenizer.decode(tokens))
 
     def _detokenised(self, found: Sequence[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
         for best in found:

@@ -64,7 +64,8 @@ class TransformerShape(ModelConfig):
     init: Literal["xavier", "depth_scaled"] = Field(default="xavier", description="initialisation of the layers")
     share_embeddings: Literal["all", "decoder", "none"] = Field(
         default="all",
-        description="all: one matrix for source, target and output; decoder: one for target and output; none: three",
+        description="all: one matrix for source, target and output (if the source has a vocabulary of its own, as "
+        "decoder); decoder: one for target and output; none: three",
     )
     activation: Activation = Field(default="relu", description="activation of the feed-forward networks")
     positions: PositionName = Field(
@@ -284,17 +285,10 @@ def build_transformer(
         vocabulary: vocabulary of the target, and of the source.
         make_layer: function that makes the decoder layers, numbered from 1.
         orders: orders in which encoder and decoder apply their layers; None to apply each layer once.
-
-    Raises:
-        ConfigError: if source and target share an embedding, but not a vocabulary.
     """
-    if config.share_embeddings == "all" and vocabulary.own_source is not None:
-        raise ConfigError(
-            "model.share_embeddings must be decoder or none if source and target have different vocabularies, "
-            "but is all; set model.share_embeddings=decoder"
-        )
     target_weight = _embedding(vocabulary, config.dim)
-    source_weight = target_weight if config.share_embeddings == "all" else _embedding(vocabulary.source, config.dim)
+    all_shared = config.share_embeddings == "all" and vocabulary.own_source is None
+    source_weight = target_weight if all_shared else _embedding(vocabulary.source, config.dim)
     output_weight = _embedding(vocabulary, config.dim) if config.share_embeddings == "none" else target_weight
     encoder, decoder = build_stacks(config, make_layer, orders)
     return Transformer(

@@ -19,6 +19,7 @@ from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.parallel_text import ParallelText
 from deepspeed_nmt.search import translate as search
+from deepspeed_nmt.search.requests import LineInputs
 
 _WARM_UP_SENTENCES = 8
 """Number of sentences translated at each depth before it is timed: the first batch has start-up costs."""
@@ -207,5 +208,6 @@ def _translate(
         device=next(model.parameters()).device,
         max_source_tokens=run.max_source_tokens,
         warn=warn,
+        inputs=LineInputs(tags=run.tags),
     )
     return [best[0].text for best in found]

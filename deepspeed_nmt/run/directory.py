@@ -40,7 +40,7 @@ from deepspeed_nmt.run.manifest import (
 )
 from deepspeed_nmt.run.validation import ValidationConfig
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import Tags, TextForm
 from deepspeed_nmt.train.checkpoint import Checkpoint, RunRecord
 from deepspeed_nmt.train.metrics import METRICS_FILE
 from deepspeed_nmt.train.store import CheckpointStore
@@ -125,6 +125,11 @@ class Run:
         """Form of the text that the run was trained on, which is that of its translations."""
         return DataRecord.read(self.path).text or TextForm.unrecorded(self.tokenizer.segmented)
 
+    @property
+    def tags(self) -> Tags:
+        """Symbols in front of all sentences of the data that the run was trained on."""
+        return DataRecord.read(self.path).tags
+
     def scorer(self, references: Iterable[str]) -> Scorer:
         """Return a scorer of the run's translations by the BLEUs that the form of its text allows.
 
@@ -199,6 +204,7 @@ def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
         fingerprint=data.main.fingerprint,
         longest_source=data.longest_source,
         text=data.main.text_form,
+        tags=data.tags,
         corpora=data.records,
         vocabulary=data.main.vocabulary,
     )

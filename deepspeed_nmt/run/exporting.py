@@ -146,6 +146,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
             search_name=config.search.name,
             search=settings,
             text=text_record(run.text_form),
+            tags=run.tags,
             model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
         ).write(new)
         records = {file.name: FileRecord.of(file) for file in sorted(new.iterdir()) if file.is_file()}

@@ -28,7 +28,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.checkpoint import RunRecord
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -43,6 +43,7 @@ class DataRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
         text: form of its text; None in older runs.
+        tags: symbols in front of all its sentences.
         corpora: corpora of a mixture, of which that directory is the first; none if there is one corpus.
     """
 
@@ -50,6 +51,7 @@ class DataRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
 
     @classmethod
@@ -60,6 +62,7 @@ class DataRecord(Config):
             fingerprint=data.main.fingerprint,
             longest_source=data.longest_source,
             text=data.main.text_form,
+            tags=data.tags,
             corpora=data.records,
         )
 
@@ -257,6 +260,7 @@ def _restored(
                 fingerprint=record.fingerprint,
                 longest_source=record.longest_source,
                 text=record.text,
+                tags=record.tags,
                 corpora=record.corpora,
             )
             restored[name] = found.content()

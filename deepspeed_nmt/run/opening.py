@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
+from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.run.alignment import alignment_layer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.details import cross_attention
-from deepspeed_nmt.text import TextForm, warn_of_missing_rules
+from deepspeed_nmt.text import Tags, TextForm, warn_of_missing_rules
 
 
 def plain_form(run: Run, language: str) -> TextForm:
@@ -104,6 +105,31 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
             )
         found.append(number)
     return tuple(found)
+
+
+def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
+    """Return the tags of a translation.
+
+    Args:
+        run: the run.
+        source: symbol given by the user for source lines; "" for none, None for that of the run's data.
+        target: symbol given by the user for translations, in the same way.
+
+    Raises:
+        DataError: if a symbol given is none of the vocabulary.
+    """
+    recorded = run.tags
+    tags = Tags(
+        *(
+            (own if given is None else given or None)
+            for own, given in zip((recorded.source, recorded.target), (source, target), strict=True)
+        )
+    )
+    for side in SIDES:
+        tag = tags.of(side)
+        if tag is not None:
+            run.tokenizer.symbol(side, tag)
+    return tags
 
 
 def chosen_exit(

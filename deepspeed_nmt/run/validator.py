@@ -144,7 +144,7 @@ class _MeasuredSet:
         self._name = name
         self._objective = objective
         self._validation = validation
-        self._tokenizer = main.tokenizer()
+        self._tokenizer, self._tags = main.tokenizer(), data.tags
         self._config = config
         self._search = search
         self._world = world
@@ -205,7 +205,7 @@ class _MeasuredSet:
             device=self._world.device,
             max_source_tokens=self._max_source_tokens,
             warn=False,  # it would repeat itself at each validation
-            inputs=LineInputs(first=self._world.rank, step=self._world.ranks),
+            inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
         hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]

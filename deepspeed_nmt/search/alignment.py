@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.search.source_lines import Tokenizer
+from deepspeed_nmt.text import NO_TAGS, Tags
 
 Links = tuple[tuple[int, int], ...]
 """Pairs of a source word and a target word, from 0, in ascending order."""
@@ -93,6 +94,21 @@ def word_links(links: Sequence[int], source_words: Sequence[int], target_words: 
         if word is not None and position < len(source_words)
     }
     return tuple(sorted(found))
+
+
+def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
+    """Return the links of a translation without those of tags, its words counted as if there were no tags.
+
+    Args:
+        links: of the tagged source and the tagged translation; None if they were not asked for.
+        tags: in front of both.
+        text: the tagged translation.
+    """
+    if links is None or tags == NO_TAGS:
+        return links
+    before = int(tags.source is not None), int(tags.untagged(text) != text)
+    shifted = ((source - before[0], target - before[1]) for source, target in links)
+    return tuple((source, target) for source, target in shifted if min(source, target) >= 0)
 
 
 def source_words(line: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:

@@ -11,6 +11,7 @@ from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.search.base import MisalignedError as MisalignedError
 from deepspeed_nmt.search.base import Request
 from deepspeed_nmt.search.source_lines import PairTokenizer, Tokenizer
+from deepspeed_nmt.text import NO_TAGS, Tags
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class LineInputs:
         prefix: text with which each translation begins, "" for any; None for no prefixes.
         constraints: phrases that each translation contains; None for no constraints.
         first: number of the first line in its text, from 0. Random choices depend on it.
+        tags: symbols in front of all source lines, and at the beginning of all translations, which are returned bare.
         step: difference between the numbers of two lines; above 1 if the lines between are translated elsewhere.
     """
 
@@ -28,6 +30,7 @@ class LineInputs:
     constraints: Iterable[Sequence[str]] | None = None
     first: int = 0
     step: int = 1
+    tags: Tags = NO_TAGS
 
     def check(self, search: SearchConfig, tokenizer: Tokenizer) -> None:
         """Check that a search respects the inputs.
@@ -35,10 +38,15 @@ class LineInputs:
         Raises:
             ConfigError: if it does not.
         """
-        for name, remedy in (("prefix", "a search from left to right"), ("constraints", "search constrained_beam")):
-            if getattr(self, name) is None:
+        left_to_right = "a search from left to right"
+        for name, given, taken, remedy in (
+            ("prefix", self.prefix, "prefix", left_to_right),
+            ("tag_target", self.tags.target, "prefix", left_to_right),
+            ("constraints", self.constraints, "constraints", "search constrained_beam"),
+        ):
+            if given is None:
                 continue
-            if name not in search.takes:
+            if taken not in search.takes:
                 raise ConfigError(
                     f"{option(name)} needs {remedy}, but search.name={search.name} decodes here; change the search, "
                     f"or leave out {option(name)}"
@@ -66,6 +74,10 @@ class RequestedLines:
         self._prefix = None if inputs.prefix is None else iter(inputs.prefix)
         self._constraints = None if inputs.constraints is None else iter(inputs.constraints)
         self._inputs = inputs
+        self._begin: list[int] = []
+        if inputs.tags.target is not None:
+            assert isinstance(tokenizer, PairTokenizer)
+            self._begin = tokenizer.encode_batch([inputs.tags.target], "target")[0]
         self._tokenizer = tokenizer
         self._longest = longest_target
         self._read = 0
@@ -93,7 +105,7 @@ class RequestedLines:
         number = self._inputs.first + self._read * self._inputs.step
         self._read += 1
         if prefix is None and constraints is None:
-            return line, Request(number)
+            return line, Request(number, tuple(self._begin))
         if not isinstance(prefix, (str, type(None))):
             raise ConfigError(f"{option('prefix')} must be a list of strings, but has {shown(prefix)}")
         if isinstance(constraints, str) or not isinstance(constraints, (Sequence, type(None))):
@@ -104,7 +116,7 @@ class RequestedLines:
         texts = [prefix or "", *(constraints or [])]
         assert isinstance(self._tokenizer, PairTokenizer)
         first, *phrases = self._tokenizer.encode_batch([text.strip() for text in texts], "target")
-        request = Request(number, tuple(first), tuple(tuple(phrase) for phrase in phrases if phrase))
+        request = Request(number, (*self._begin, *first), tuple(tuple(phrase) for phrase in phrases if phrase))
         self._check(request, number)
         return line, request
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.search.alignment import without_tags
 from deepspeed_nmt.search.base import Hypothesis, RanksTexts, Request, RequestSearch, Search
 from deepspeed_nmt.search.base import Translation as Translation
 from deepspeed_nmt.search.buckets import length_buckets
@@ -25,6 +26,7 @@ from deepspeed_nmt.search.details import Details, DetailsReader
 from deepspeed_nmt.search.requests import LineInputs, RequestedLines
 from deepspeed_nmt.search.searches import SEARCHES
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, Tokenizer
+from deepspeed_nmt.text import Tags
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def translate_lines(
             warning.
         warn: False to log no warnings of lines, for text that is translated again.
         counts: record of what there is to warn of; see :class:`SourceLines`.
-        inputs: prefixes and constraints of the lines, and their numbers in the text.
+        inputs: prefixes, constraints and tags of the lines, and their numbers in the text.
         wanted: what to return beside the text.
         lock: held while the model is used, and at no other time; a lock of all users of the model in several threads.
 
@@ -121,8 +123,9 @@ def translate_lines(
         device=torch.device(device),
         nbest=nbest,
         lock=nullcontext() if lock is None else lock,
+        tags=inputs.tags,
     )
-    requested = RequestedLines(lines, inputs, tokenizer, model.longest_target)
+    requested = RequestedLines(inputs.tags.tagged(lines), inputs, tokenizer, model.longest_target)
     return _translate(job, requested, max_tokens, buffer_lines, advance)
 
 
@@ -172,6 +175,7 @@ class _Job:
     device: torch.device
     nbest: int
     lock: AbstractContextManager[object]
+    tags: Tags
 
     def translate(
         self, lines: Sequence[str], sources: Sequence[list[int]], requests: Sequence[Request]
@@ -197,13 +201,13 @@ class _Job:
         return [
             [
                 Translation(
-                    text,
+                    self.tags.untagged(text),
                     found.score,
                     found.tokens,
                     found.log_prob,
                     found.features,
                     detail.token_scores,
-                    detail.alignment,
+                    without_tags(detail.alignment, self.tags, text),
                 )
                 for (found, text), detail in zip(each, more, strict=True)
             ]

@@ -41,7 +41,7 @@ from deepspeed_nmt.manifest import (
     write_record,
 )
 from deepspeed_nmt.registry import Config, problem_of
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 from deepspeed_nmt.train.progress import Progress
 
 RUN_FILE = "run.json"
@@ -58,6 +58,7 @@ class RunRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
         text: form of the data's text; None in older checkpoints.
+        tags: symbols in front of all sentences of the data.
         corpora: corpora of a mixture; none if there is one corpus.
         vocabulary: files of the vocabulary.
     """
@@ -67,6 +68,7 @@ class RunRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    tags: Tags = NO_TAGS
     corpora: tuple[CorpusRecord, ...] = ()
     vocabulary: dict[PlainName, FileRecord]
 
@@ -274,7 +276,8 @@ class Checkpoint:
 
 def write_state(file: Path, progress: Progress, scalars: EngineScalars) -> FileRecord:
     """Write a state file, and return its entry in the manifest."""
-    content = {"progress": asdict(progress), "engine": asdict(scalars)}
+    phases = [phase.model_dump(mode="json") for phase in progress.phases]
+    content = {"progress": {**asdict(progress), "phases": phases}, "engine": asdict(scalars)}
     atomic_write_text(file, json.dumps(content, indent=1))
     return FileRecord.of(file)
 

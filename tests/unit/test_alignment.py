@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer, train_bpe
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.run.alignment import held_out_cross_entropy
 from deepspeed_nmt.search import SEARCHES
@@ -89,7 +90,7 @@ def test_an_ensemble_aligns_by_the_sum_of_its_models() -> None:
 
 def test_words_of_tokens() -> None:
     text = ["der kleine Hund schläft im Garten", "die Katze schläft nicht", "ein Haus im großen Garten"] * 5
-    bpe = train_bpe(text, 60)
+    bpe = train_subwords(text, 60)
     for line in text[:3]:
         tokens = bpe.encode(line)
         assert len(tokens) > len(line.split())

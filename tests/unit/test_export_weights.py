@@ -18,8 +18,8 @@ from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.plain import NotPlainError
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.sentencepiece import train_bpe
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
@@ -42,7 +42,7 @@ TARGETS = [[6, 8, 4], [9, 9, 30, 31, 12, 5], []]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_bpe(TEXT, 48)
+    return train_subwords(TEXT, 48)
 
 
 def build(model: dict[str, Any], layer: dict[str, Any] | None = None, vocabulary: Vocabulary | None = None) -> Any:

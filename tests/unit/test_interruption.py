@@ -16,7 +16,7 @@ import pytest
 
 from deepspeed_nmt import cli
 from deepspeed_nmt.commands import sample_data
-from deepspeed_nmt.data.sentencepiece import train_bpe
+from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import atomic_text_writer
 from deepspeed_nmt.interruption import Interrupted, interruptible
@@ -111,7 +111,7 @@ def test_a_signal_during_sentencepiece_is_no_failure_of_its(
     threading.Thread(target=signalled, daemon=True).start()
     began, before = time.monotonic(), psutil.Process().children()
     with pytest.raises(Interrupted) as interrupted, interruptible():
-        train_bpe(lines(), 60)
+        train_subwords(lines(), 60)
     assert interrupted.value.signal == number and time.monotonic() - began < 10
     assert set(psutil.Process().children()) <= set(before)
 
@@ -122,7 +122,7 @@ def test_an_error_of_the_text_is_no_failure_of_sentencepiece() -> None:
         raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        train_bpe(lines(), 60)
+        train_subwords(lines(), 60)
 
 
 def test_a_killed_sentencepiece_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,4 +132,4 @@ def test_a_killed_sentencepiece_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(DataError, match="could not make a vocabulary of 60 tokens: killed by signal 9"):
-        train_bpe((f"line {each}" for each in range(100_000)), 60)
+        train_subwords((f"line {each}" for each in range(100_000)), 60)

@@ -9,7 +9,8 @@ import pytest
 import sentencepiece
 
 from deepspeed_nmt.data.normalization import Normalization
-from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer, train_bpe
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.vocabulary_training import train_subwords
 
 LINES = [
     "Viện Toán học ở Hà Nội, được thành lập.",
@@ -22,7 +23,7 @@ FORMS: tuple[Normalization, ...] = ("nfkc", "nfc", "none")
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, SentencePieceTokenizer]:
-    return {form: train_bpe(LINES, 75, normalization=form) for form in FORMS}
+    return {form: train_subwords(LINES, 75, normalization=form) for form in FORMS}
 
 
 def normalized(tokenizer: SentencePieceTokenizer, texts: list[str]) -> list[str]:
@@ -75,7 +76,7 @@ def test_every_white_space_is_a_space_in_all_forms(tokenizers: dict[str, Sentenc
 def test_equal_text_gives_equal_models_that_name_their_form(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-    assert train_bpe(LINES, 75, normalization="none").digest == tokenizers["none"].digest
+    assert train_subwords(LINES, 75, normalization="none").digest == tokenizers["none"].digest
     specs = {form: ModelProto.FromString(each.model).normalizer_spec for form, each in tokenizers.items()}
     assert {form: spec.name for form, spec in specs.items()} == {"nfkc": "nmt_nfkc", "nfc": "nfc", "none": "none"}
     assert not any(spec.normalization_rule_tsv for spec in specs.values())

@@ -397,13 +397,13 @@ def test_vocabulary_of_another_directory(texts: dict[str, Any], tmp_path: Path) 
 
 def test_large_text_is_sampled_for_the_vocabulary(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    train_bpe = prepare_module.train_bpe
+    train_subwords = prepare_module.train_subwords
 
     def spy(lines: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(list(lines))
-        return train_bpe(seen[-1], *args, **kwargs)
+        return train_subwords(seen[-1], *args, **kwargs)
 
-    monkeypatch.setattr(prepare_module, "train_bpe", spy)
+    monkeypatch.setattr(prepare_module, "train_subwords", spy)
     monkeypatch.setattr(prepare_module, "SAMPLE_PAIRS", 40)
     for seed in (1, 1, 2):
         _prepare(texts, vocab_size=60, seed=seed, overwrite=True)

@@ -10,8 +10,9 @@ import sentencepiece
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import open_tokenizer
-from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer, train_bpe, train_words
+from deepspeed_nmt.data.sentencepiece import MODEL_FILE, SentencePieceTokenizer
 from deepspeed_nmt.data.tokenizer import INFO_FILE
+from deepspeed_nmt.data.vocabulary_training import train_subwords, train_words
 from deepspeed_nmt.errors import DataError
 
 RAW = [f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")]
@@ -24,7 +25,7 @@ SEGMENTED = [
 
 
 def test_bpe_round_trip_with_fixed_special_tokens() -> None:
-    tokenizer = train_bpe(RAW, vocab_size=80)
+    tokenizer = train_subwords(RAW, vocab_size=80)
     assert tokenizer.vocabulary == Vocabulary(80, pad=0, bos=1, eos=2, unk=3)
     for line in RAW:
         tokens = tokenizer.encode(line)
@@ -36,7 +37,7 @@ def test_bpe_round_trip_with_fixed_special_tokens() -> None:
 
 
 def test_unknown_characters_are_marked_in_the_text() -> None:
-    tokenizer = train_bpe(RAW, vocab_size=80)
+    tokenizer = train_subwords(RAW, vocab_size=80)
     assert tokenizer.decode(tokenizer.encode("the 猫 river")) == "the ⁇ river"
     words = train_words(SEGMENTED)
     assert words.encode("a dog .") == [words.encode("a")[0], 3, words.encode(".")[0]]
@@ -44,7 +45,7 @@ def test_unknown_characters_are_marked_in_the_text() -> None:
 
 
 def test_same_text_same_vocabulary() -> None:
-    assert train_bpe(RAW, 80).model == train_bpe(iter(RAW), 80).model
+    assert train_subwords(RAW, 80).model == train_subwords(iter(RAW), 80).model
     assert train_words(SEGMENTED).model == train_words(reversed(SEGMENTED)).model
 
 
@@ -62,7 +63,10 @@ def test_segmented_text_is_not_segmented_again() -> None:
 
 
 def test_special_tokens_in_the_text_are_never_special() -> None:
-    for tokenizer in (train_bpe([*RAW, "a </s> <s> b <pad>"], 80), train_words([*SEGMENTED, "a </s> <s> b <pad>"])):
+    for tokenizer in (
+        train_subwords([*RAW, "a </s> <s> b <pad>"], 80),
+        train_words([*SEGMENTED, "a </s> <s> b <pad>"]),
+    ):
         assert not {0, 1, 2} & set(tokenizer.encode("a </s> <s> b <pad> <unk>"))
 
 
@@ -72,7 +76,7 @@ def test_word_vocabulary_keeps_the_most_frequent() -> None:
 
 
 def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
-    for tokenizer, text in ((train_bpe(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
+    for tokenizer, text in ((train_subwords(RAW, 80), RAW[0]), (train_words(SEGMENTED), SEGMENTED[0])):
         tokenizer.save(tmp_path)
         again = open_tokenizer(tmp_path)
         assert (again.size, again.segmented, again.encode(text)) == (
@@ -82,22 +86,22 @@ def test_a_saved_tokenizer_is_restored(tmp_path: Path) -> None:
 
 def test_vocabulary_too_large_names_the_largest() -> None:
     with pytest.raises(DataError, match=r"--vocab-size must be at most \d+, which .* but is 5000; lower it") as error:
-        train_bpe(RAW, vocab_size=5000)
+        train_subwords(RAW, vocab_size=5000)
     largest = int(str(error.value).split("at most ")[1].split(",")[0])
-    assert train_bpe(RAW, vocab_size=largest).size == largest
+    assert train_subwords(RAW, vocab_size=largest).size == largest
     with pytest.raises(DataError, match=r"at most 7, which the text supports, but is 50"):
         train_words(["a b c"], vocab_size=50)
 
 
 def test_vocabulary_too_small_for_the_characters() -> None:
     with pytest.raises(DataError, match=r"at least \d+, the characters of the text .* but is 10; raise it"):
-        train_bpe(RAW, vocab_size=10)
+        train_subwords(RAW, vocab_size=10)
     with pytest.raises(DataError, match="must be more than the 4 special tokens, but is 4"):
-        train_bpe(RAW, vocab_size=4)
+        train_subwords(RAW, vocab_size=4)
 
 
 def test_no_text() -> None:
-    for train in (lambda: train_bpe([], 100), lambda: train_words([])):
+    for train in (lambda: train_subwords([], 100), lambda: train_words([])):
         with pytest.raises(DataError, match="must not be empty, but is"):
             train()
 
@@ -112,7 +116,7 @@ def test_sentencepiece_output_is_not_segmented_text() -> None:
 def test_directory_without_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must hold a vocabulary .* has no vocabulary.model and no vocabulary.json"):
         open_tokenizer(tmp_path)
-    train_bpe(RAW, 80).save(tmp_path)
+    train_subwords(RAW, 80).save(tmp_path)
     (tmp_path / INFO_FILE).write_text("{}")
     with pytest.raises(DataError, match="must be JSON with the key 'segmented'"):
         open_tokenizer(tmp_path)

@@ -1,0 +1,137 @@
+"""A run on tagged data: validation, translation and scores put the tags where the corpus has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.errors import EXIT_USER_ERROR
+from deepspeed_nmt.sample.corpus import write_sample
+from deepspeed_nmt.text import NO_TAGS, Tags
+from tests.support import ROOT, prepare_sample
+from tests.system.conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a vocabulary for each side, on data with a tag in front of sources and targets."""
+    scratch = tmp_path_factory.mktemp("tagged")
+    options = ["--separate-vocabularies", "--symbols", "<2de>", "<bt>", "<go>"]
+    options += ["--tag-source", "<2de>", "--tag-target", "<go>", "--segmentations", "2"]
+    data = prepare_sample(scratch, 400, options, train=300, valid=12, test=10)
+    settings = [*SMALL, "engine.name=plain", "validation.metrics=[chrf]", "validation.max_sentences=99"]
+    settings += ["training.validate_every=12", "collapse.every=0", "optimizer.lr=1e-2"]
+    words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(scratch / "run"), *settings]
+    assert main(words) == 0
+    return scratch / "run"
+
+
+def translate(run: Path, source: Path, out: Path, *options: str) -> list[str]:
+    words = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), *options]
+    assert main(words) == 0
+    return out.read_text(encoding="utf-8").splitlines()
+
+
+def test_tags_of_the_data_are_those_of_translations(run: Path, tmp_path: Path) -> None:
+    source = run.parent / "text" / "test.en"
+    found = translate(run, source, tmp_path / "a", "--nbest", "2", "--alignment", str(tmp_path / "links"))
+    plain = translate(run, source, tmp_path / "a")
+
+    # Tags by hand: in front of each line, and as the beginning of each translation.
+    typed, begun = tmp_path / "typed", tmp_path / "begun"
+    typed.write_text("".join(f"<2de> {line}\n" for line in source.read_text(encoding="utf-8").splitlines()))
+    begun.write_text("<go>\n" * len(plain))
+    bare = ("--tag", "none", "--tag-target", "none")
+    by_hand = translate(run, typed, tmp_path / "b", *bare, "--prefix", str(begun), "--nbest", "2", "--alignment",
+                        str(tmp_path / "typed_links"))  # fmt: skip
+    assert all("||| <go>" in line for line in by_hand)
+    assert [line.replace("<go>", "", 1).split() for line in by_hand] == [line.split() for line in found]
+    # Links count the words of the text, which has no tags.
+    moved = [
+        " ".join(f"{int(s) - 1}-{int(t) - 1}" for s, t in (link.split("-") for link in line.split()) if s != "0" != t)
+        for line in (tmp_path / "typed_links").read_text().splitlines()
+    ]
+    assert moved == (tmp_path / "links").read_text().splitlines() and any(moved)
+
+    # Another tag of the vocabulary; pieces put it there, too.
+    other = translate(run, source, tmp_path / "c", "--tag", "<bt>")
+    assert other != plain
+    assert translate(run, source, tmp_path / "d", "--tag", "<bt>", "--max-tokens", "16") == other
+
+
+def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
+    data = DataDirectory.open(run.parent / "data")
+    sources, references = (
+        data.text("valid", side).read_text(encoding="utf-8").splitlines() for side in ("source", "target")
+    )
+    translator = Translator.open(run, checkpoint="last", device="cpu", precision="fp32")
+    assert translator.tags == Tags("<2de>", "<go>")
+    hypotheses = [each.text for each in translator.translate(sources)]
+    from deepspeed_nmt.evaluate.metrics import Scorer
+    from deepspeed_nmt.run.validation import ValidationConfig
+
+    metrics, _ = ValidationConfig(metrics=("chrf",), best_by="chrf").chosen(data.text_form)
+    expected = Scorer(metrics, data.text_form, references)(hypotheses)["chrf"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (logged,) = (line["valid/chrf"] for line in lines if "valid/chrf" in line)
+    assert logged == pytest.approx(expected, abs=1e-6) and logged > 0.0
+
+    # Scores of translations leave out the tag, which is given.
+    best = translator.translate(sources[:3], token_scores=True)
+    scored = list(translator.score(sources[:3], [each.text for each in best]))
+    bare = Translator.open(run, checkpoint="last", device="cpu", precision="fp32", tag="", tag_target="")
+    assert bare.tags == NO_TAGS
+    by_hand = list(bare.score([f"<2de> {each}" for each in sources[:3]], [f"<go> {each.text}" for each in best]))
+    for ours, whole in zip(scored, by_hand, strict=True):
+        assert ours.tokens == whole.tokens[1:]
+        assert ours.log_probs == pytest.approx(whole.log_probs[1:], abs=1e-5)
+
+
+def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
+    assert main([*words, str(tmp_path / "out"), "--tag", "<2xx>"]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert "a tag must be a symbol of the source's vocabulary, but '<2xx>' is none; did you mean '<2de>'?" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_script_of_a_multilingual_model(tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out"
+    write_sample(text, train=200, valid=8, test=8, seed=3)
+    for part, name in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr")):
+        for language in ("en", "de"):
+            (text / f"{part}.{language}").replace(text / f"{name}.{language}")
+        german = (text / f"{name}.de").read_text(encoding="utf-8")
+        (text / f"{name}.fr").write_text(german.replace("e", "é"), encoding="utf-8")
+    script = [str(ROOT / "launch/data/multi30k_multilingual.sh"), "--out", str(out)]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VENV": str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def go(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*script, *words], capture_output=True, text=True, env=environment)
+
+    done = go("--from", str(text), "--vocab-size", "300", "--max-length", "90")
+    assert done.returncode == 0, done.stderr
+    data = {language: DataDirectory.open(out / f"en_{language}") for language in ("de", "fr")}
+    assert len({each.tokenizer().digest for each in data.values()}) == 1
+    for language, each in data.items():
+        tokenizer, tag = each.tokenizer(), f"<2{language}>"
+        assert each.tags == Tags(source=tag) and each.has_test
+        for split in ("train", "valid"):
+            assert each.corpus(split).source(3)[0] == tokenizer.symbol("source", tag)
+        assert each.meta.options["cleaning"]["max_length"] == 90
+    again = go("--from", str(text), "--vocab-size", "300", "--max-length", "90")
+    assert again.returncode == 0 and again.stderr.count("nothing to do") == 3
+    for words, message in (([], "--from must be the directory with the text, but is missing"), (
+        ["--from", str(out)], f"--from must have the file train.en, but {out} has not"
+    )):  # fmt: skip
+        refused = go(*words)
+        assert refused.returncode == 2 and message in refused.stderr

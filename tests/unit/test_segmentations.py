@@ -1,0 +1,196 @@
+"""Sampled segmentations: pure functions of (seed, pair, side, number), with the right probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+import sentencepiece
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.data.encoding import PairEncoder, longest
+from deepspeed_nmt.data.sampler import BpeSampler, UnigramSampler, sampler_of
+from deepspeed_nmt.data.segmentation import ALPHA, Sampling, split_name
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords, train_words
+from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.sample.corpus import sentence_pairs
+from deepspeed_nmt.text import Tags
+from tests.support import ROOT
+
+PAIRS = list(itertools.islice(sentence_pairs(3), 300))
+LINES = [source for source, _ in PAIRS[:60]]
+SYMBOLS = ("<bt>", "<num>")
+TYPES: tuple[VocabularyType, ...] = ("bpe", "unigram")
+
+
+def made(kind: VocabularyType) -> SentencePieceTokenizer:
+    """Return a vocabulary of a type."""
+    lines = [line for pair in PAIRS for line in pair]
+    return train_subwords(lines, 300, vocabulary_type=kind, symbols=SYMBOLS)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, SentencePieceTokenizer]:
+    """A vocabulary of each type."""
+    return {kind: made(kind) for kind in TYPES}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_samples_are_other_segmentations_of_the_same_text(
+    kind: str, tokenizers: dict[str, SentencePieceTokenizer]
+) -> None:
+    tokenizer, sampling = tokenizers[kind], Sampling(3, ALPHA[kind], 7)
+    samples = [tokenizer.sample_batch(LINES, "source", sampling, number, 0) for number in range(3)]
+    plain = tokenizer.encode_batch(LINES)
+    for each in samples:
+        assert [tokenizer.decode(tokens) for tokens in each] == LINES
+        assert sum(a != b for a, b in zip(each, plain, strict=True)) > len(LINES) / 4
+    assert all(a != b for a, b in itertools.combinations(samples, 2))
+    again = Sampling(3, ALPHA[kind], 8)
+    assert tokenizer.sample_batch(LINES, "source", again, 0, 0) != samples[0]
+    assert tokenizer.sample_batch(LINES, "target", sampling, 0, 0) != samples[0]
+    same = tokenizer.sample_batch([LINES[0]] * 40, "source", sampling, 0, 0)
+    assert len(set(map(tuple, same))) > 5, "equal sentences of different pairs have samples of their own"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_samples_do_not_depend_on_the_process_or_the_batch(
+    kind: str, tokenizers: dict[str, SentencePieceTokenizer], tmp_path: Path
+) -> None:
+    tokenizer, sampling = tokenizers[kind], Sampling(2, ALPHA[kind], 7)
+    whole = tokenizer.sample_batch(LINES, "source", sampling, 1, 100)
+    parts = [tokenizer.sample_batch(LINES[at : at + 5], "source", sampling, 1, 100 + at) for at in (30, 10, 35, 0)]
+    assert parts == [whole[at : at + 5] for at in (30, 10, 35, 0)]
+    tokenizer.save(tmp_path)
+    program = f"""
+from pathlib import Path
+from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.segmentation import Sampling
+print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", {sampling!r}, 1, 100))
+"""
+    # SentencePiece's own sampling would differ here: each process salts its generator.
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert other.stdout.strip() == str(whole)
+
+
+def test_seeds_are_those_of_the_pairs() -> None:
+    sampling = Sampling(2, 0.1, 5)
+    purpose = randomness.Purpose.SEGMENTATION
+    assert sampling.seeds(1, "target", 40, 3) == [randomness.key(5, purpose, 1, 1, pair) for pair in (40, 41, 42)]
+    assert [split_name(number) for number in range(3)] == ["train", "train.1", "train.2"]
+
+
+def test_dropout_has_its_probabilities(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizers["bpe"].model)
+    dropout = 0.3
+    sampler = cast(BpeSampler, sampler_of(tokenizers["bpe"].model, processor, dropout))
+    for word in {word for line in LINES for word in line.split()}:
+        tokens = tuple(processor.encode(word))
+        kept, places = sampler.learn(tokens)
+        assert len(kept) == len("\u2581" + word) - len(tokens)
+        # All merges in their order give what SentencePiece gives.
+        assert sampler.draw(tokens, (kept, places), cast(Random, _Fixed([0.0]))) == tokens
+        skipped = sampler.draw(tokens, (kept, places), cast(Random, _Fixed([1.0 - 1e-9, *[0.0] * 999])))
+        assert not places or len(skipped) == len(kept) + len(tokens)  # all merges are skipped
+    word = tuple(processor.encode("near"))
+    expected = _exact(sampler, word, dropout)
+    random = Random(3)
+    known, draws = sampler.learn(word), 20_000
+    counts = Counter(tuple(sampler.draw(word, known, random)) for _ in range(draws))
+    assert counts.keys() <= expected.keys() and sum(expected.values()) == pytest.approx(1.0)
+    for segmentation, probability in expected.items():
+        deviation = math.sqrt(probability * (1 - probability) / draws)
+        assert abs(counts[segmentation] / draws - probability) < 5 * deviation + 1e-9, segmentation
+
+
+class _Fixed:
+    """A generator of given numbers."""
+
+    def __init__(self, numbers: list[float]) -> None:
+        self._numbers = iter(numbers)
+
+    def random(self) -> float:
+        return next(self._numbers)
+
+
+def _exact(sampler: BpeSampler, word: tuple[int, ...], dropout: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of each segmentation, by all sequences of merges made and skipped."""
+    found: Counter[tuple[int, ...]] = Counter()
+    states = [(1.0, list("".join(sampler._texts[number] for number in word)))]
+    while states:
+        probability, parts = states.pop()
+        pairs = [(-sampler._scores[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts))
+                 if a + b in sampler._scores]  # fmt: skip
+        for skipped, (_, at) in enumerate(sorted(pairs)):
+            merged = [*parts[:at], parts[at] + parts[at + 1], *parts[at + 2 :]]
+            states.append((probability * dropout**skipped * (1 - dropout), merged))
+        found[tuple(sampler._numbers[part] for part in parts)] += probability * dropout ** len(pairs)
+    return found
+
+
+def test_a_unigram_model_draws_by_its_probabilities(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizers["unigram"].model)
+    alpha = 0.3
+    sampler = cast(UnigramSampler, sampler_of(tokenizers["unigram"].model, processor, alpha))
+    text = max({word for line in LINES for word in line.split()}, key=lambda word: (len(word), word))
+    word = tuple(processor.encode(text))
+    best = processor.nbest_encode(text, nbest_size=64, return_type="proto").nbests
+    weights = {tuple(piece.id for piece in each.pieces): math.exp(alpha * each.score) for each in best}
+    known, random, draws = sampler.learn(word), Random(4), 20_000
+    counts = Counter(tuple(sampler.draw(word, known, random)) for _ in range(draws))
+    assert len(counts) > 3
+    for segmentation, weight in weights.items():
+        probability = weight / sum(weights.values())
+        deviation = math.sqrt(probability * (1 - probability) / draws)
+        assert abs(counts[segmentation] / draws - probability) < 5 * deviation + 1e-9
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_symbols_and_unknown_characters_stay_whole(kind: str, tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    text = "<bt> the <num> house 猫 near<num>the river"
+    plain = tokenizer.encode(text)
+    for number in range(50):
+        (tokens,) = tokenizer.sample_batch([text], "source", Sampling(50, 0.5, 1), number, 0)
+        assert [token for token in tokens if token < 6] == [token for token in plain if token < 6]
+        assert tokens[0] == 4 and tokenizer.decode(tokens) == tokenizer.decode(plain)
+
+
+def test_pairs_are_encoded_with_tags_in_every_segmentation(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+    tokenizer, sampling = tokenizers["bpe"], Sampling(3, 0.2, 1)
+    encoder = PairEncoder(tokenizer, Tags("<bt>", "<num>"), sampling)
+    encoder.check()
+    pairs = [*PAIRS[:4], ("", PAIRS[0][1])]
+    encoded = encoder.encode(pairs, first=9)
+    assert len(encoded) == 3
+    for number, each in enumerate(encoded):
+        bare = tokenizer.sample_batch([source for source, _ in pairs], "source", sampling, number, 9)
+        assert each["source"] == [[4, *tokens] if tokens else [] for tokens in bare] and each["source"][-1] == []
+        assert all(tokens[0] == 5 for tokens in each["target"])
+    lengths = longest(encoded, "target")
+    assert lengths == [max(len(each["target"][at]) for each in encoded) for at in range(5)]
+    assert longest([], "source") == longest([{"source": [], "target": []}], "source") == []
+    assert list(encoder.texts(["a", ""], "target")) == ["<num> a", ""]
+
+
+def test_what_has_one_segmentation_is_refused() -> None:
+    lines = [line for pair in PAIRS for line in pair]
+    for tokenizer, message in (
+        (train_words(lines), "segmented text has one segmentation"),
+        (_characters(), "need a vocabulary of type bpe or unigram, but its type is char"),
+    ):
+        with pytest.raises(DataError, match=message):
+            PairEncoder(tokenizer, sampling=Sampling(2, 0.1, 1)).check()
+
+
+def _characters() -> SentencePieceTokenizer:
+    settings: dict[str, Any] = {"vocabulary_type": "char", "symbols": ()}
+    return train_subwords(LINES, 40, **settings)

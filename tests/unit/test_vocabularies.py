@@ -1,0 +1,185 @@
+"""Kinds of SentencePiece vocabularies: symbols, one a side, unigram models, bytes, and models of the user's."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.directory import open_tokenizer
+from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
+from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE, Tokenizer
+from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.errors import DataError
+
+ENGLISH = [
+    f"the {a} house stands near the {b} river" for a in ("old", "new", "red") for b in ("wide", "cold", "long")
+]
+GERMAN = ["das alte Haus steht am Fluß", "zwei Häuser stehen am breiten Fluß", "Übung macht den Meister."]
+SYMBOLS = ("<2de>", "<bt>")
+
+
+def foreign(**settings: Any) -> bytes:
+    """Return a model with SentencePiece's own numbers: no padding, and the unknown token first."""
+    model = io.BytesIO()
+    settings = {"vocab_size": 70, "model_type": "bpe", **settings}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(ENGLISH + GERMAN),
+        model_writer=model,
+        minloglevel=4,
+        hard_vocab_limit=False,
+        **settings,
+    )
+    return model.getvalue()
+
+
+def with_symbols() -> dict[str, Tokenizer]:
+    """Return a vocabulary of each kind with SYMBOLS."""
+    lines = ENGLISH + GERMAN
+    return {
+        "bpe": train_subwords(lines, 80, symbols=SYMBOLS),
+        "unigram": train_subwords(lines, 44, vocabulary_type="unigram", symbols=SYMBOLS),
+        "words": train_words([*lines, "<bt> again"], symbols=SYMBOLS),
+    }
+
+
+def test_symbols_are_single_tokens_that_survive() -> None:
+    for kind, tokenizer in with_symbols().items():
+        tag, other = (tokenizer.symbol("source", each) for each in SYMBOLS)
+        assert tokenizer.symbols == SYMBOLS and {tag, other} == {4, 5}, kind
+        plain = tokenizer.encode("the old river")
+        # At the beginning of a line a symbol is nothing but its token, as a mixture puts it there.
+        assert tokenizer.encode("<2de> the old river") == [tag, *plain]
+        assert tokenizer.encode(" <2de>  <bt> the old river") == [tag, other, *plain]
+        assert tokenizer.encode("<2de>") == [tag]
+        inside = tokenizer.encode("the old <bt> river")
+        assert inside.count(other) == 1 and tokenizer.vocabulary.unk not in inside
+        for text in ("<2de> the old river", "<2de> <bt> the old river", "<bt>", "the old <bt> river"):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+        if kind != "words":
+            assert tokenizer.encode("<2de>the").count(tag) == 1
+
+
+def test_an_unknown_tag_names_the_known_ones() -> None:
+    tokenizer = train_subwords(ENGLISH, 60, symbols=("<2de>", "<2fr>", "<bt>"))
+    with pytest.raises(
+        DataError, match=r"a tag must be a symbol of the source's vocabulary, but '<xy>' is none.*<2fr>"
+    ):
+        tokenizer.symbol("source", "<xy>")
+    with pytest.raises(DataError, match=r"but '▁the' is none"):  # a token, but not the user's
+        tokenizer.symbol("source", "▁the")
+    with pytest.raises(DataError, match="is none; it has none, see prepare --symbols"):
+        train_subwords(ENGLISH, 60).symbol("target", "<bt>")
+
+
+def test_a_vocabulary_of_each_side(tmp_path: Path) -> None:
+    source, target = train_subwords(ENGLISH, 60, symbols=SYMBOLS), train_subwords(GERMAN, 70, symbols=SYMBOLS)
+    both = SentencePieceTokenizer(target.model, source_model=source.model, symbols=SYMBOLS)
+    assert both.vocabulary == Vocabulary(70, own_source=Vocabulary(60))
+    assert both.encode_batch(ENGLISH, "source") == source.encode_batch(ENGLISH)
+    assert both.encode_batch(GERMAN, "target") == target.encode_batch(GERMAN)
+    assert both.decode(both.encode(ENGLISH[0]), "source") == ENGLISH[0]
+    assert both.all_pieces("source") == source.all_pieces() != both.all_pieces("target") == target.all_pieces()
+    assert both.sentencepiece_models() == (source.model, target.model)
+    assert len({both.digest, source.digest, target.digest}) == 3
+    both.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        INFO_FILE, "vocabulary.source.model", "vocabulary.target.model",
+    ]  # fmt: skip
+    again = open_tokenizer(tmp_path)
+    assert (again.vocabulary, again.symbols, again.digest) == (both.vocabulary, SYMBOLS, both.digest)
+    assert SentencePieceTokenizer(target.model, source_model=target.model).vocabulary.own_source is None
+    (tmp_path / "vocabulary.source.model").unlink()
+    with pytest.raises(DataError, match=r"vocabulary.source.model and .*, but has no vocabulary.source.model; give"):
+        open_tokenizer(tmp_path)
+
+
+def test_a_joint_vocabulary_is_written_as_ever(tmp_path: Path) -> None:
+    train_subwords(ENGLISH, 60).save(tmp_path)
+    assert (tmp_path / INFO_FILE).read_text() == '{\n  "segmented": false,\n  "size": 60\n}\n'
+
+
+def test_damaged_symbols_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must have the symbols that it names, but lacks <bt>"):
+        SentencePieceTokenizer(train_subwords(ENGLISH, 60).model, symbols=("<bt>",))
+
+
+def test_unigram_and_bytes() -> None:
+    lines = ENGLISH + GERMAN
+    unigram = train_subwords(lines, 42, vocabulary_type="unigram")
+    assert unigram.model == train_subwords(lines, 42, vocabulary_type="unigram").model
+    assert (type_of(unigram.model), type_of(train_subwords(lines, 80).model)) == ("unigram", "bpe")
+    assert [unigram.decode(each) for each in unigram.encode_batch(lines)] == lines
+    assert unigram.decode(unigram.encode("the 猫 river")) == "the ⁇ river"
+    for kind in ("bpe", "unigram"):
+        fallback = train_subwords(lines, 298, vocabulary_type=kind, byte_fallback=True)  # type: ignore[arg-type]
+        assert 3 not in fallback.encode("the 猫 river")
+        assert fallback.decode(fallback.encode("the 猫 river")) == "the 猫 river"
+
+
+def test_sizes_count_symbols_and_bytes() -> None:
+    with pytest.raises(
+        DataError, match=r"at least \d+, the characters of the text and 4 special tokens and 2 symbols,"
+    ):
+        train_subwords(ENGLISH, 20, symbols=SYMBOLS)
+    with pytest.raises(DataError, match="must be more than the 4 special tokens and 256 bytes, but is 200; raise it"):
+        train_subwords(ENGLISH, 200, byte_fallback=True)
+    with pytest.raises(DataError, match=r"must be at most \d+, which the text supports, but is 900"):
+        train_subwords(ENGLISH, 900, vocabulary_type="unigram")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "char"])
+def test_a_model_of_the_users_keeps_its_segmentations(kind: str, tmp_path: Path) -> None:
+    model = foreign(model_type=kind, vocab_size=70 if kind != "char" else 40, control_symbols=["<2de>"])
+    path = tmp_path / "own.model"
+    path.write_bytes(model)
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ours = adopt_models([path], SYMBOLS)
+    lines = [*ENGLISH, *GERMAN, "ein Haus 猫"]
+    pieces = [ours.pieces(each) for each in ours.encode_batch(lines)]
+    assert [[p for p in each if p != "<unk>"] for each in pieces] == [
+        [p for p in each if p != "猫"] for each in theirs.encode(lines, out_type=str)
+    ]
+    assert ours.all_pieces()[:4] == ["<pad>", "<s>", "</s>", "<unk>"]
+    # <2de> was a token already, <bt> and the padding are new.
+    assert ours.size == theirs.get_piece_size() + 2
+    assert ours.encode("<bt> the house")[1:] == ours.encode("the house")
+    assert ours.decode(ours.encode("<2de> the house")) == "<2de> the house"
+    assert pickle.loads(pickle.dumps(ours)).encode("the <bt> house") == ours.encode("the <bt> house")
+
+
+def test_models_of_both_sides_get_the_same_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(foreign(vocab_size=60))
+    (tmp_path / "b").write_bytes(foreign(vocab_size=70, pad_id=5, bos_id=-1, unk_id=2, eos_id=1))
+    both = adopt_models([tmp_path / "a", tmp_path / "b"])
+    assert both.vocabulary == Vocabulary(71, own_source=Vocabulary(61))
+    assert both.decode(both.encode_batch(GERMAN, "target")[0]) == GERMAN[0]
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("the house\n" * 9)
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "words").write_bytes(foreign(model_type="word", vocab_size=20))
+    for name, message in (
+        ("text", r"must be a model that SentencePiece has trained, but .*text is none; give the file"),
+        ("empty", r"but .*empty is none; give the file"),
+        ("words", r"but .*words has a vocabulary of words; train one of type bpe or unigram"),
+        ("missing", r"but .*missing cannot be read \(No such file or directory\); check the path"),
+        (".", r"cannot be read \(Is a directory\)"),
+    ):
+        with pytest.raises(DataError, match=message) as error:
+            adopt_models([tmp_path / name])
+        assert "\n" not in str(error.value)
+
+
+def test_languages_of_an_imported_model_are_symbols() -> None:
+    special = {"eos": 0, "unk": 1, "pad": 3, "bos": 3}
+    numbers = {"</s>": 0, "<unk>": 1, ">>fra<<": 2, "<pad>": 3}
+    tokenizer = MarianTokenizer((foreign(), foreign()), (numbers, numbers), special)
+    assert tokenizer.symbols == (">>fra<<",) and tokenizer.symbol("source", ">>fra<<") == 2
