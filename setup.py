@@ -38,6 +38,7 @@ setup(
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
         "langid": ["py3langid>=0.4"],  # `prepare --filters language`; its model is in the package
+        "zstd": ["zstandard>=0.22"],  # text compressed by zstd
         "ctranslate2": ["ctranslate2>=4.5,<5"],  # exports for CTranslate2, and `translate --runtime ctranslate2`
     },
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},

@@ -25,7 +25,8 @@ from gpu.harness import write_corpus
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.loader import Cursor, TrainLoader, Update
+from deepspeed_nmt.data.loader import TrainLoader, Update
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer

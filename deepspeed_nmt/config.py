@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from pydantic import SerializeAsAny, ValidationError
 
 from deepspeed_nmt.core.parts import LayerConfig, ModelConfig, PartConfig, Parts, SearchConfig
 from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.mixture import MixtureConfig
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.methods import LAYERS, LIKELIHOODS, MODELS, REGULARIZERS
@@ -55,6 +57,7 @@ class RunConfig(Config):
         optimizer: the optimizer.
         schedule: the learning-rate schedule.
         batch: sizes of updates and micro-batches.
+        mixture: training on several corpora.
         training: the training loop.
         engine: the engine, its layout and its precision.
         validation: validation during training.
@@ -68,6 +71,7 @@ class RunConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     batch: BatchConfig = BatchConfig()
+    mixture: MixtureConfig = MixtureConfig()
     training: TrainingConfig = TrainingConfig()
     engine: EngineConfig = EngineConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -82,6 +86,8 @@ class RunConfig(Config):
     def resolved(self, before: RunConfig | None = None) -> RunConfig:
         """Return the settings completed from files that the model refers to, such as the shape of a BERT.
 
+        Paths of validation sets become absolute.
+
         Args:
             before: settings that the run began with; None at its start.
 
@@ -89,7 +95,7 @@ class RunConfig(Config):
             ConfigError: if a file cannot be read.
         """
         model = self.model.resolved(None if before is None else before.model)
-        return self if model is self.model else self.model_copy(update={"model": model})
+        return self.model_copy(update={"model": model, "validation": self.validation.located()})
 
     def to_yaml(self) -> str:
         """Return all settings, defaults included, in the form that :func:`load_config` reads."""
@@ -101,7 +107,11 @@ class RunConfig(Config):
 
 
 def load_config(
-    recipe: str | None = None, file: Path | None = None, settings: Sequence[str] = (), resumed: Path | None = None
+    recipe: str | None = None,
+    file: Path | None = None,
+    settings: Sequence[str] = (),
+    resumed: Path | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
     """Load a configuration; each source overrides those before it.
 
@@ -111,6 +121,7 @@ def load_config(
         settings: of the form ``section.key=value``, with the value in YAML.
         resumed: settings of the run that is resumed, as `train` wrote them. The settings that are newer than some
             runs stay as they are there, unless another source gives them.
+        options: settings by section that options of the command line give; ``settings`` override them.
 
     Raises:
         ConfigError: if a setting is unknown, of the wrong type or out of range; it lists all of them.
@@ -120,6 +131,7 @@ def load_config(
         merge(merged, load_recipe(recipe))
     if file is not None:
         merge(merged, read_yaml(file))
+    merge(merged, options)
     problems: list[str] = []
     for setting in settings:
         key, equals, value = setting.partition("=")

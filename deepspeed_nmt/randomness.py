@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from math import isqrt
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
+
+
+_ROUNDS = 8
+"""Rounds of the network that permutes without a table."""
 
 
 class Purpose(IntEnum):
@@ -67,11 +72,18 @@ def keys(count: int, *parts: int) -> NDArray[np.uint64]:
 
     Shape: -> (count,)
     """
-    base = np.uint64((key(*parts) + _GOLDEN) & _MASK)
-    values = np.arange(count, dtype=np.uint64) + base
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MUL_1)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MUL_2)
-    return values ^ (values >> np.uint64(31))
+    return _mixed(np.arange(count, dtype=np.uint64), *parts)
+
+
+def _mixed(values: NDArray[np.uint64], *parts: int) -> NDArray[np.uint64]:
+    """Return ``key(*parts, value)`` for each value."""
+    mixed = values + np.uint64((key(*parts) + _GOLDEN) & _MASK)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(_MUL_1)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(_MUL_2)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 def permutation(count: int, *parts: int) -> NDArray[np.int64]:
@@ -80,6 +92,37 @@ def permutation(count: int, *parts: int) -> NDArray[np.int64]:
     Shape: -> (count,)
     """
     return np.argsort(keys(count, *parts), kind="stable")
+
+
+def permuted(positions: NDArray[np.int64], count: int, *parts: int) -> NDArray[np.int64]:
+    """Return what a random permutation of 0..count-1, a function of ``parts``, has at some positions.
+
+    Unlike :func:`permutation` it makes no table, so that a few positions of a long permutation cost little. It is a
+    Feistel network over a rectangle of at least ``count`` cells (Black and Rogaway: Ciphers with arbitrary finite
+    domains, 2002). A cell outside of 0..count-1 is permuted again until it is inside.
+
+    Args:
+        positions: within 0..count-1. Shape: (N,)
+        count: length of the permutation.
+        parts: key of the permutation.
+
+    Shape: -> (N,)
+    """
+    width = isqrt(max(0, count - 1)) + 1
+    height = np.uint64(-(-count // width))
+
+    def rounds(cells: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        column, row = cells // height, cells % height
+        for number in range(0, _ROUNDS, 2):
+            column = (column + _mixed(row, *parts, number) % np.uint64(width)) % np.uint64(width)
+            row = (row + _mixed(column, *parts, number + 1) % height) % height
+        moved: NDArray[np.uint64] = column * height + row
+        return moved
+
+    cells = rounds(positions.astype(np.uint64))
+    while len(outside := np.flatnonzero(cells >= count)):
+        cells[outside] = rounds(cells[outside])
+    return cells.astype(np.int64)
 
 
 def uniforms(numbers_B: Tensor, count: int, *parts: int) -> Tensor:

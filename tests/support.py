@@ -18,19 +18,52 @@ from torch import Tensor
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
-from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths
+from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.mixture import MixturePlan, Phase, Stream, Weight
+from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.manifest import replace_files
 from deepspeed_nmt.sample.corpus import write_sample
-from deepspeed_nmt.selftest.models import loader_of
+from deepspeed_nmt.selftest.models import loader_of, write_corpus
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+class LengthsOnly(Corpus):
+    """A corpus of which only the lengths are known.
+
+    Args:
+        source: source lengths, EOS included. Shape: (N,)
+        target: target lengths, EOS included. Shape: (N,)
+    """
+
+    def __init__(self, source: Lengths, target: Lengths) -> None:
+        self._sides = source, target
+
+    def __len__(self) -> int:
+        return len(self._sides[0])
+
+    def lengths(self, indices: Indices) -> tuple[Lengths, Lengths]:
+        return self._sides[0][indices], self._sides[1][indices]
+
+    @property
+    def target_tokens(self) -> int:
+        return int(self._sides[1].sum())
+
+
+def planned_epoch(source: Lengths, target: Lengths, update_tokens: int, seed: int = 1, epoch: int = 0) -> Window:
+    """Return all updates of an epoch of a corpus with these lengths; rows are its indices."""
+    plan = EpochPlan(Corpora.of(LengthsOnly(source, target)), seed, update_tokens)
+    places = [plan.place(Cursor(epoch, update), 0) for update in range(plan.updates_in(epoch))]
+    return Window.joined([plan.window(key) for key in dict.fromkeys(place.window for place in places)])
 
 
 def free_port() -> int:
@@ -125,14 +158,48 @@ def random_corpus(
     return Corpus(directory, split)
 
 
-def parity_loader(directory: Path, world: World, engine: str = "plain") -> TrainLoader:
+def write_weights(directory: Path, *weights: float) -> Corpus:
+    """Give the training pairs of a directory these weights, or if there are none random ones from 0.25 to 4."""
+    count = len(Corpus(directory, "train"))
+    drawn = 4.0 ** np.random.default_rng(count).uniform(-1.0, 1.0, count)
+    np.asarray(weights or drawn, dtype="<f4").tofile(directory / "train.weights.bin")
+    return Corpus(directory, "train")
+
+
+def parity_loader(directory: Path, world: World, engine: str = "plain", mixture: bool = False) -> TrainLoader:
     """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 
     An update has one to eight micro-batches in one process, and one to four on each of two ranks. All are small:
     under DeepSpeed their size hardly affects the time.
+
+    Args:
+        directory: directory of the corpus.
+        world: the ranks.
+        engine: name of the engine, as the self-test takes it.
+        mixture: True for the mixture that :func:`write_mixture` has written.
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
-    return loader_of(directory, world, engine, batches)
+    loader = loader_of(directory, world, engine, batches)
+    if not mixture:
+        return loader
+    first = CorpusPart("first", (Corpus(directory, "train"), Corpus(directory / "again", "train")), key=1)
+    second = CorpusPart("second", (Corpus(directory / "second", "train"),), source_tag=7, key=2)
+    schedule = (Weight(value=1.0, last=9), Weight(value=3.0, first=10))
+    streams = tuple(
+        Stream(corpus=part.name, pairs=len(part), tokens=part.mean_target_tokens, weights=weights)
+        for part, weights in ((first, (Weight(value=2.0),)), (second, schedule))
+    )
+    corpora, phase = Corpora([first, second]), Phase(first=1, temperature=0.0, streams=streams)
+    plan = MixturePlan(corpora, 5, batches.update_tokens, phase, 1000)
+    return TrainLoader(corpora, loader.config, 5, world.data_rank, world.data_ranks, loader.vocabulary, plan)
+
+
+def write_mixture(directory: Path) -> None:
+    """Write two corpora, the first of them in two segmentations, the second a small one that is soon repeated."""
+    write_corpus(directory)
+    for name, pairs, longest in (("again", 300, 34), ("second", 40, 30)):
+        (directory / name).mkdir()
+        write_corpus(directory / name, pairs, longest)
 
 
 def prepare_sample(directory: Path, vocab_size: int, **pairs: int) -> Path:

@@ -20,7 +20,8 @@ from harness import Bench, DeviceTimer, Skipped, Values, sentence_lengths, synch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deepspeed_nmt.data.batching import BatchConfig, cut_update, epoch_updates
+from deepspeed_nmt.data.batching import BatchConfig, cut_update
+from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.segments import SegmentPair, Segments, attention_by_varlen, has_varlen
@@ -55,7 +56,10 @@ def micro_batches(kind: str, count: int, tokens: int) -> list[Sentences]:
     """Return micro-batches of the synthetic corpus, each of a shape of its own."""
     source, target = (lengths.astype(np.int32) for lengths in sentence_lengths(200 * count))
     config = BatchConfig(update_tokens=8 * tokens, micro_tokens=tokens)
-    updates = epoch_updates(source, target, 1, 0, config.update_tokens)
+    rows = np.arange(len(source))
+    number = max(1, int(target.sum()) // config.update_tokens)
+    updates = Window.divided(rows, (source, target), number, config.update_tokens, 1)
+    source, target = updates.source, updates.target
     sides = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}[kind]
     found: dict[tuple[int, ...], Sentences] = {}
     for number in range(len(updates)):

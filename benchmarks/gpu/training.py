@@ -30,7 +30,8 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.loader import Cursor, Prefetcher, TrainLoader, Update, collate
+from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update, collate
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.engine.config import uses_deepspeed

@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="V",
         help="size of the vocabulary, or SOURCE,TARGET (default: those of --data, of the recipe's BERTs, or 32000)",
     )
-    parser.add_argument("--data", metavar="DIR", help="data to plan for; prints what each layout makes of it")
+    parser.add_argument(
+        "--data",
+        action="append",
+        metavar="DIR[=WEIGHT][@TAG]",
+        help="data to plan for, as `train` takes it; prints what each layout makes of it",
+    )
     parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
     parser.add_argument(
         "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
@@ -80,15 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
         output(" ".join(["--recipe", recipe, *settings, *arguments.settings]))
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
-    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
-    data = None if arguments.data is None else DataDirectory.open(Path(arguments.data))
+    options = [DataOption.parse(text) for text in arguments.data or ()]
+    data = TrainingData(options) if options else None
     for number, (recipe, settings) in enumerate(points, 1):
         config = load_config(recipe, file, [*settings, *arguments.settings]).resolved()
         recipe, precision = recipe or str(file), None
-        vocabulary = planned_vocabulary(arguments.vocab_size, config, data)
+        vocabulary = planned_vocabulary(arguments.vocab_size, config, None if data is None else data.main)
         trained, count = plans.parameters(config, vocabulary)
         result: dict[str, object] = {"recipe": recipe, "vocab_size": vocabulary.size, "parameters": count}
         if trained != count:

@@ -7,6 +7,7 @@ Training pairs are removed if a side is empty, not UTF-8, too long, or much long
 duplicates, and for further reasons with --filters; removals are counted by reason, with examples. Validation and test
 text is copied as it is. Raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented with `@@ `
 marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after another.
+Text may be compressed by gzip, xz or zstd.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
+from deepspeed_nmt.commands.prepare_inputs import add_inputs
 
 if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
@@ -26,17 +28,9 @@ if TYPE_CHECKING:
 HELP = "make a data directory from text files"
 
 
-_NAMES = {"train": "training set", "valid": "validation set", "test": "test set"}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    for split, required in (("train", True), ("valid", True), ("test", False)):
-        for side in ("source", "target"):
-            parser.add_argument(
-                f"--{split}-{side}", nargs="+", type=Path, default=[], metavar="F", required=required,
-                help=f"{side} text of the {_NAMES[split]}, one sentence a line",
-            )  # fmt: skip
+    add_inputs(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="size of the vocabulary (default: 8000; with --segmented: all)"
@@ -70,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
     )  # fmt: skip
     add_cleaning_options(parser)
-    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
+    parser.add_argument(
+        "--workers", "--threads", type=int, metavar="N",
+        help="number of processes that clean and encode; the result is the same for any (default: all cores)",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N",
         help="seed of the sample of text that the vocabulary is learnt from (default: %(default)s)",
@@ -113,9 +110,10 @@ def read_options(arguments: argparse.Namespace) -> PrepareOptions:
     given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cleaning = {name: given[name] for name in CleaningConfig.model_fields if name in given}
-    names = PrepareOptions.model_fields.keys() - {"cleaning", "threads"}
-    threads = cores if arguments.threads is None else arguments.threads
-    settings = {name: given[name] for name in names} | {"cleaning": cleaning, "threads": threads}
+    given["workers"] = cores if arguments.workers is None else arguments.workers
+    if arguments.tsv_columns is not None:
+        given["tsv_columns"] = arguments.tsv_columns.split(",")
+    settings = {name: given[name] for name in PrepareOptions.model_fields if name in given} | {"cleaning": cleaning}
     try:
         options = PrepareOptions.model_validate(settings)
     except ValidationError as error:

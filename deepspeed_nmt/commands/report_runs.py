@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         VALID_PERPLEXITY,
         draw_curves,
         run_names,
+        validation_measures,
         validation_metric,
     )
     from deepspeed_nmt.evaluate.metrics import validation_tag
@@ -67,8 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = dict(zip(run_names(paths), map(Outcome.read, paths), strict=True))
     settings = _differing(list(runs.values()))
     plans = Plans()
-    rows = {name: _row(each, settings, plans) for name, each in runs.items()}
     logged = {name: each.curves for name, each in runs.items() if each.curves is not None}
+    measures = validation_measures(logged.values())
+    rows = {name: _row(each, settings, measures, plans) for name, each in runs.items()}
     metric = validation_metric(logged.values())
     panels = {
         TRAIN_PERPLEXITY: "training perplexity",
@@ -79,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         output("\n".join(json_line({"run": name, **row}) for name, row in rows.items()))
     else:
-        output((markdown_table if arguments.markdown else text_table)(_table(rows)))
+        output((markdown_table if arguments.markdown else text_table)(_table(rows, measures)))
     logger.info("picture: %s", arguments.out)
     return 0
 
@@ -91,7 +93,7 @@ def _differing(runs: list[Outcome]) -> list[str]:
     return [key for key in keys if any(each.get(key) != flat[0].get(key) for each in flat)]
 
 
-def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
+def _row(run: Outcome, settings: list[str], measures: list[str], plans: Plans) -> dict[str, Any]:
     """Return what is known of a run, for JSON."""
     from deepspeed_nmt.evaluate.curves import (
         SOURCE_RELIANCE,
@@ -99,11 +101,11 @@ def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
         VALID_LOSS,
         VALID_PERPLEXITY,
     )
-    from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
+    from deepspeed_nmt.evaluate.metrics import validation_tag
     from deepspeed_nmt.run.scores import recorded_scores
 
     flat = run.config.flat()
-    tags = {metric: validation_tag(metric) for metric in METRICS}
+    tags = {measure: validation_tag(measure) for measure in measures}
     return {
         "path": str(run.path),
         "settings": {key: flat.get(key) for key in settings},
@@ -118,17 +120,16 @@ def _row(run: Outcome, settings: list[str], plans: Plans) -> dict[str, Any]:
         "valid_ppl": run.last(VALID_PERPLEXITY),
         "source_reliance": run.last(SOURCE_RELIANCE),
         "validation": {
-            metric: {"last": run.last(tag), "best": run.best(metric)}
-            for metric, tag in tags.items()
+            measure: {"last": run.last(tag), "best": run.best(measure)}
+            for measure, tag in tags.items()
             if run.last(tag) is not None
         },
         "test": [score.model_dump(exclude={"key"}) for score in recorded_scores(run.path)],
     }
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def _table(rows: Mapping[str, Mapping[str, Any]], measures: list[str]) -> list[list[str]]:
     """Return the table: a line for each setting and each result, a column for each run."""
-    from deepspeed_nmt.evaluate.metrics import METRICS
     from deepspeed_nmt.evaluate.table import cell, setting
 
     runs = list(rows.values())
@@ -138,11 +139,11 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         lines.append(["data", *(cell(row["data"]) for row in runs)])
     lines.append(["status", *(row["status"] for row in runs)])
     lines += [[title, *(cell(row[key], digits) for row in runs)] for key, (title, digits) in _NUMBERS.items()]
-    for metric in METRICS:
-        if any(metric in row["validation"] for row in runs):
-            for which in ("last", "best"):
-                found = [row["validation"].get(metric, {}).get(which) for row in runs]
-                lines.append([f"validation {metric}, {which}", *(cell(value, 2) for value in found)])
+    for measure in measures:
+        digits = 3 if measure.endswith("/loss") else 2
+        for which in ("last", "best"):
+            found = [row["validation"].get(measure, {}).get(which) for row in runs]
+            lines.append([f"validation {measure}, {which}", *(cell(value, digits) for value in found)])
     scores = [{(each["text"], each["metric"]): each["value"] for each in row["test"]} for row in runs]
     for text, metric in dict.fromkeys(key for each in scores for key in each):
         lines.append([f"{metric} of {text}", *(cell(each.get((text, metric)), 2) for each in scores)])

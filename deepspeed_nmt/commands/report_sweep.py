@@ -5,8 +5,8 @@
 The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A run
 belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or --input and
 --reference, each run translates the test set by its own search, and the score is recorded in the run, so that it is
-translated once; otherwise the score is the best of validation, by the first metric that any run has logged. Runs
-without it and unfinished runs are named, and points without a run are counted.
+translated once; otherwise the score is the best of validation, by --metric or the first metric that any run has
+logged. Runs without it and unfinished runs are named, and points without a run are counted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", metavar="SWEEP", help="name of the sweep")
     parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="directory of the run directories")
     add_decoding(parser)
+    parser.add_argument(
+        "--metric",
+        metavar="M",
+        help="measure of validation that is the score: a metric or loss, of a named set as SET/METRIC, of the mean "
+        "as mean/METRIC (default: the first metric that any run has logged)",
+    )
     add_picture(parser, "sweep.png")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each point, one a line")
 
@@ -49,10 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_picture(arguments.out)
     sweep = Sweep(arguments.sweep)
     text = read_text(arguments)
+    _check_metric(arguments.metric, text)
     runs = choose_runs(sweep, arguments.runs)
     warn_of_differences(sweep, runs)
     trained = [run for run in runs if run is not None]
-    metric, scores = _validation_scores(trained) if text is None else _test_scores(trained, text, arguments)
+    if text is None:
+        metric, scores = _validation_scores(trained, arguments.metric)
+    else:
+        metric, scores = _test_scores(trained, text, arguments)
     rows = [_row(point, run, metric, scores) for point, run in zip(sweep.points, runs, strict=True)]
     title = f"{'validation' if text is None else 'test'} {metric}"
     _draw(sweep, rows, title, arguments.out)
@@ -61,12 +71,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _validation_scores(runs: Sequence[Outcome]) -> tuple[str, Mapping[Path, float | None]]:
-    """Return the name of a metric of validation, one for all runs, and the best score of each run by its path."""
+def _check_metric(metric: str | None, text: ParallelText | None) -> None:
+    """Check the measure of validation that is asked for.
+
+    Raises:
+        ConfigError: if it is none, or the test set decides.
+    """
+    from deepspeed_nmt.errors import ConfigError, shown
+    from deepspeed_nmt.evaluate.metrics import METRICS
+
+    if metric is None:
+        return
+    known = ("loss", *METRICS)
+    if metric.rpartition("/")[2] not in known or metric.count("/") > 1:
+        raise ConfigError(
+            f"--metric must be one of {', '.join(known)}, or SET/ and one of them, but is {shown(metric)}"
+        )
+    if text is not None:
+        raise ConfigError("--metric chooses a measure of validation, but a test set is given; leave one of them out")
+
+
+def _validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Mapping[Path, float | None]]:
+    """Return the name of a measure of validation, one for all runs, and the best score of each run by its path."""
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.evaluate.curves import validation_metric
 
-    metric = validation_metric(run.curves for run in runs if run.curves is not None).name
+    metric = metric or validation_metric(run.curves for run in runs if run.curves is not None).name
     scores = {run.path: run.best(metric) for run in runs}
     if without := [path.name for path, score in scores.items() if score is None]:
         logger.warning("no validation %s is logged by %s", metric, ", ".join(without))

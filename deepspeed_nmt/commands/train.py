@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
-    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.training import TrainingData
     from deepspeed_nmt.run.warm_start import Origin
     from deepspeed_nmt.train.signals import StopRequest
 
@@ -35,11 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="F", help="YAML file of settings, which override the recipe")
     parser.add_argument(
         "--data",
-        type=Path,
-        metavar="DIR",
-        help="data directory, made by `prepare` (default: that of the resumed run)",
+        action="append",
+        metavar="DIR[=WEIGHT][@TAG]",
+        help="data directory, made by `prepare`; several are mixed, each with a weight (1 by default, or "
+        "=WEIGHT:FIRST-LAST,... by update) and a tag in front of its sentences (default: that of the resumed run)",
     )
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory to make or resume")
+    parser.add_argument(
+        "--valid",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="validation set by this name: that of a data directory with the same vocabulary; may be repeated",
+    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--init-from", type=Path, metavar="RUN", help="warm start: begin with this run's weights")
     start.add_argument("--grow-from", type=Path, metavar="RUN", help="depth growing: stack layers on this frozen run")
@@ -75,10 +83,12 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.lock import RunLock
     from deepspeed_nmt.run.resolve import check_ranks_agree
     from deepspeed_nmt.run.trainer import Job, train_run
+    from deepspeed_nmt.run.validation_sets import SPLIT, check_sets_agree, open_sets
 
     with once_per_host():
         isolate_extension_builds()
         config, data, origin = _read(arguments)
+        sets = open_sets(config.validation, data.main)
     if config.engine.silent_s > 0.0:
         # Otherwise NCCL aborts the process before the watchdog can name the rank at fault.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -92,6 +102,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     lock = None
     try:
         check_ranks_agree(config, data, world)
+        check_sets_agree(sets, world)
         if engine.compile == "layers":
             with fail_together(world):  # before anything is written
                 check_compiler(world.device)
@@ -100,6 +111,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
             if world.local_rank == 0:  # a host may have a copy of its own
                 data.verify_hashes()
+                for each in sets.values():
+                    if each is not data.main:
+                        each.verify_hashes(SPLIT)
             if world.is_main:
                 begin(arguments.run, config, data)
         with fail_together(world):
@@ -108,7 +122,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             logger.info("%s", summary(environment()))
         watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
         with watchdog:
-            progress = train_run(Job(arguments.run, config, data, origin, world, stop, watchdog))
+            progress = train_run(Job(arguments.run, config, data, sets, origin, world, stop, watchdog))
         if stop.agreed:
             logger.info(
                 "stopped by %s after update %d; start the same command again to resume",
@@ -131,21 +145,23 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         leave_world()
 
 
-def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Origin | None]:
+def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origin | None]:
     """Read configuration, data and origin of a run. Nothing is written, but lost files of the run are restored.
 
     Raises:
         UserError: if options contradict each other, or a file cannot be read.
     """
     from deepspeed_nmt.config import load_config, load_recorded
-    from deepspeed_nmt.data.directory import DataDirectory
+    from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
     from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
     from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
+    from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.run.warm_start import Origin, check_origin
 
     check_utf8_name(arguments.run, "--run")
+    options = [DataOption.parse(text) for text in arguments.data or ()]
     source = arguments.init_from or arguments.grow_from
     if arguments.from_checkpoint is not None and source is None:
         raise ConfigError(
@@ -156,19 +172,20 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, DataDirectory, Orig
     base, begun = arguments.config, has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
     if begun:
-        verify_run(arguments.run, arguments.data)
+        verify_run(arguments.run, options[0].path if options else None)
     elif origin is not None:
         Run.open(origin.run, origin.option)  # before anything is written
     if arguments.recipe is None and base is None and begun:
         base = recorded  # without --recipe and --config, a resumed run keeps its settings
     if begun and origin is not None:
         check_origin(arguments.run, origin)
-    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None)
+    sets = {"validation": {"sets": given_sets(arguments.valid)}} if arguments.valid else {}
+    config = load_config(arguments.recipe, base, arguments.settings, recorded if begun else None, sets)
     before = load_recorded(recorded) if begun else None
-    if arguments.data is None and not begun:
+    if not options and not begun:
         raise ConfigError(
             "--data is required to start a run, but missing; give a directory made by `prepare` (a run that has a "
             "checkpoint remembers its own)"
         )
-    data = DataDirectory.open(arguments.data) if arguments.data is not None else recorded_data(arguments.run)
+    data = TrainingData(options) if options else recorded_data(arguments.run)
     return config.resolved(before), data, origin

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from deepspeed_nmt.kernels.segments import Segments
 
+CORPUS_SUM = "corpus/"
+"""Beginning of the names of sums over the pairs of one corpus; its number follows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateInfo:
@@ -32,7 +35,7 @@ class UpdateInfo:
         seed: seed of the run.
         number: number of the update in the run, from 1.
         micro_batch: number of the micro-batch within the update on its rank, from 0.
-        tokens: target tokens of the whole update, over all micro-batches and ranks.
+        tokens: target tokens of the whole update, over all micro-batches and ranks; pairs of any weight count.
         sentences: sentence pairs of the whole update.
     """
 
@@ -75,6 +78,9 @@ class Batch:
         update: the update that the batch belongs to.
         source_segments: sentences of the source's row in the packed layout; None in the padded layout.
         target_segments: sentences of the target's row in the packed layout; None in the padded layout.
+        weights_B: factor on each pair's loss; None if all are 1. See :meth:`weighted` and :attr:`token_weights`.
+        corpora: number of corpora that the run is trained on.
+        corpora_B: number of the corpus of each pair; None if there is one.
     """
 
     source_BS: Tensor
@@ -87,6 +93,9 @@ class Batch:
     update: UpdateInfo = UpdateInfo()
     source_segments: Segments | None = None
     target_segments: Segments | None = None
+    weights_B: Tensor | None = None
+    corpora: int = 1
+    corpora_B: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -107,6 +116,40 @@ class Batch:
     def source_padded(self) -> bool:
         """True if a mask of source positions is needed in the padded layout; known without waiting for the device."""
         return self.source_tokens != self.source_BS.numel()
+
+    # Weights of pairs. Without them nothing is computed.
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """The pair's weight at each position of the target, in the batch's layout; None if all are 1.
+
+        Padding has any weight.
+
+        Shape: -> (B,T)
+        """
+        return None if self.weights_B is None else self._at_positions(self.weights_B)
+
+    def weighted(self, losses_B: Tensor) -> Tensor:
+        """Multiply the loss of each pair by its weight. Shape: (B,) -> (B,)."""
+        return losses_B if self.weights_B is None else losses_B * self.weights_B
+
+    def sums_by_corpus(self, nll_N: Tensor) -> dict[str, Tensor]:
+        """Return the sum over the pairs of each corpus, by CORPUS_SUM and its number; none if there is one corpus.
+
+        Args:
+            nll_N: values at each position of the target, in the batch's layout; 0 in padding. Shape: (N,)
+        """
+        if self.corpora_B is None:
+            return {}
+        corpora_N = self._at_positions(self.corpora_B).flatten()
+        return {f"{CORPUS_SUM}{k}": torch.where(corpora_N == k, nll_N, 0.0).sum() for k in range(self.corpora)}
+
+    def _at_positions(self, values_B: Tensor) -> Tensor:
+        """Return the value of a position's pair, in the batch's layout; arbitrary in padding. Shape: -> (B,T)."""
+        if self.target_segments is None:
+            return values_B.unsqueeze(1).expand(self.target_output_BT.shape)
+        rows_BT = values_B.unsqueeze(1).expand(-1, self.target_segments.longest)
+        return self.target_segments.from_rows(rows_BT, 0).unsqueeze(0)
 
     # Sentences as rows, in either layout: B and S or T are then those of the padded layout.
 
@@ -148,4 +191,6 @@ class Batch:
             sentence_ids_B=move(self.sentence_ids_B),
             source_segments=None if self.source_segments is None else self.source_segments.to(move),
             target_segments=None if self.target_segments is None else self.target_segments.to(move),
+            weights_B=None if self.weights_B is None else move(self.weights_B),
+            corpora_B=None if self.corpora_B is None else move(self.corpora_B),
         )

@@ -4,6 +4,10 @@ An objective is a likelihood and any number of regularizers:
 
     loss = likelihood + sum_r weight_r regularizer_r.
 
+If pairs have weights (``Batch.weights_B``), both multiply the loss of each pair, per target position or as a whole,
+by its weight. The engine divides by the number of target tokens all the same. So a pair counts as its weight says,
+whatever other pairs its update has.
+
 A regularizer may request further passes over the micro-batch. All passes run in one call of the encoder and one of
 the decoder (:mod:`deepspeed_nmt.core.passes`).
 
@@ -24,15 +28,32 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.passes import Passes
 
 
+class LikelihoodOutput(NamedTuple):
+    """Result of a likelihood for one micro-batch.
+
+    Attributes:
+        loss: loss to minimise, summed over target tokens, times the weights of pairs (fp32 scalar).
+        nll_N: negative log-likelihood of the reference at each position of the target, in the batch's layout and
+            without weights of pairs; 0 where there is none (fp32, no gradient). Shape: (N,)
+        metrics: further sums to report, by name, with the weights of pairs (fp32 scalars, no gradient).
+    """
+
+    loss: Tensor
+    nll_N: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class LossOutput(NamedTuple):
     """Sums of one micro-batch, which the engine divides by the target tokens of the update.
 
     A tuple, because ZeRO-3 finds the tensors of a module's output in tuples.
 
     Attributes:
-        loss: loss to minimise, *summed* over target tokens (fp32 scalar).
-        nll: negative log-likelihood of the reference, summed over target tokens (fp32 scalar, no gradient).
-        metrics: further sums to report, by name (fp32 scalars, no gradient).
+        loss: loss to minimise, *summed* over target tokens, times the weights of pairs (fp32 scalar).
+        nll: negative log-likelihood of the reference, summed over target tokens without weights of pairs (fp32
+            scalar, no gradient).
+        metrics: further sums to report, by name, parts of the loss with the weights of pairs (fp32 scalars, no
+            gradient).
     """
 
     loss: Tensor
@@ -51,11 +72,11 @@ class Likelihood(Protocol):
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         """Compute the loss, averaged over one or two passes over the same pairs.
 
         With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
-        loss, and the divergence is reported as the metric "divergence".
+        loss, and the divergence is reported as the metric "divergence". Both have the weights of pairs.
 
         Args:
             model: model whose projection is applied.
@@ -81,7 +102,8 @@ class Regularizer(Protocol):
     def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor] | None:
         """Request passes, and return a function that computes the value from the states of all passes.
 
-        The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it.
+        The value is a sum: divided by the target tokens of the update it is the regularizer as its paper defines it,
+        if all pairs weigh 1. Otherwise each pair's part is multiplied by the pair's weight (``Batch.weighted``).
 
         Returns:
             The function, or None if the regularizer is only a divergence from a paired pass, which the likelihood
@@ -110,13 +132,13 @@ class Objective:
             self._likelihood.request_passes(passes)
         states = passes.run()
         predicting = states[:1] if passes.paired_pass is None else [states[0], states[passes.paired_pass]]
-        loss, nll, reported = self._likelihood(model, predicting, batch, passes.divergence)
-        metrics = dict(reported)
+        loss, nll_N, reported = self._likelihood(model, predicting, batch, passes.divergence)
+        metrics = {**reported, **batch.sums_by_corpus(nll_N)}
         for regularizer, value in finish:
             added = value(states)
             loss = loss + regularizer.weight * added
             metrics[regularizer.name] = added.detach()
-        return LossOutput(loss, nll, metrics)
+        return LossOutput(loss, nll_N.sum(), metrics)
 
 
 class TrainModule(nn.Module):

@@ -5,17 +5,19 @@ for each side:
 
 - ``<split>.<side>.<uint16|int32>.bin``: tokens of all sentences, one after another, without BOS and EOS;
 - ``<split>.<side>.offsets.bin``: int64, the first token of each sentence, and finally the end of the last sentence.
+
+A split with weights has ``<split>.weights.bin``: float32, little-endian, the factor of each pair's loss.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ from deepspeed_nmt.registry import Config
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 _OFFSET = np.dtype("<i8")
+_WEIGHT = np.dtype("<f4")
+_CHUNK = 1 << 20
+"""Pairs whose lengths are read at once where those of all are needed."""
 
 
 class SideStats(Config):
@@ -63,6 +68,13 @@ class Corpus:
                 f"both sides of '{split}' in {directory} must have the same number of sentences, but the source has "
                 f"{len(self._source)} and the target {len(self._target)}; run `prepare` again"
             )
+        path = directory / weights_file(split)
+        self._weights: npt.NDArray[Any] | None = _map(path, _WEIGHT) if path.is_file() else None
+        if self._weights is not None and len(self._weights) != len(self):
+            raise DataError(
+                f"{path} must hold the weights of {len(self)} pairs, but holds {len(self._weights)}; it was damaged: "
+                "run `prepare` again"
+            )
 
     def __len__(self) -> int:
         return len(self._source)
@@ -84,6 +96,40 @@ class Corpus:
     def target_lengths(self) -> npt.NDArray[np.int32]:
         """Target lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
         return self._target.lengths
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32] | None:
+        """Factors of the pairs' losses, a read-only view of the file; None if the split has none. Shape: -> (N,)."""
+        return self._weights
+
+    def weights_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
+        """Return the weights of some pairs; None if the split has none. Shape: (B,) -> (B,)."""
+        return None if self._weights is None else self._weights[indices]
+
+    def lengths(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return source and target lengths of some pairs, EOS included. Shape: (B,) -> (B,), (B,)."""
+        return self._source.lengths_of(indices), self._target.lengths_of(indices)
+
+    def all_lengths(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+        """Yield source and target lengths of all pairs, EOS included, for about a million pairs at a time."""
+        for start in range(0, len(self), _CHUNK):
+            yield self.lengths(np.arange(start, min(start + _CHUNK, len(self))))
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest source and of the longest target, EOS included; 0 in an empty corpus."""
+        chunks = [(int(source.max()), int(target.max())) for source, target in self.all_lengths()]
+        return max((source for source, _ in chunks), default=0), max((target for _, target in chunks), default=0)
+
+    @property
+    def target_tokens(self) -> int:
+        """Target tokens of all pairs, EOS included."""
+        return self._target.tokens + len(self)
+
+
+def weights_file(split: str) -> str:
+    """Return the name of the file with the weights of a split."""
+    return f"{split}.weights.bin"
 
 
 class _Side:
@@ -115,6 +161,15 @@ class _Side:
             raise IndexError(f"sentence {index} of {len(self)}")
         return self._tokens[self._offsets[index] : self._offsets[index + 1]]
 
+    @property
+    def tokens(self) -> int:
+        return int(self._offsets[-1])
+
+    def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices]
+        lengths += 1
+        return lengths.astype(np.int32)
+
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         lengths = np.diff(self._offsets)
@@ -122,7 +177,7 @@ class _Side:
         return lengths.astype(np.int32)
 
 
-def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(
@@ -135,26 +190,73 @@ def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
+class Tokens(NamedTuple):
+    """Sentences of one side, end to end, without BOS and EOS.
+
+    Attributes:
+        numbers: tokens of all sentences. Shape: (tokens,)
+        lengths: number of tokens of each sentence. Shape: (N,)
+    """
+
+    numbers: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]], vocab_size: int) -> Tokens:
+        """Return sentences in the form of the files of a vocabulary's size."""
+        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        dtype = _DTYPES[token_dtype(vocab_size)]
+        return cls(np.fromiter(chain.from_iterable(sentences), dtype, int(lengths.sum())), lengths)
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the type of the tokens of a vocabulary: below 65,536 a token takes two bytes, otherwise four."""
+    return "uint16" if vocab_size < 1 << 16 else "int32"
+
+
 class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement. It holds the pairs of one call in memory.
 
     Args:
         directory: directory of the files.
         split: ``train`` or ``valid``.
-        vocab_size: tokens of the larger vocabulary: below 65,536 a token takes two bytes, otherwise four.
+        vocab_size: tokens of the larger vocabulary.
         unknown: unknown tokens of source and target, which are counted.
+        weighted: True if pairs have weights.
     """
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, unknown: tuple[int, int] = (UNK, UNK)) -> None:
-        dtype = "uint16" if vocab_size < 1 << 16 else "int32"
-        self._source = _SideWriter(directory, f"{split}.source", dtype, unknown[0])
-        self._target = _SideWriter(directory, f"{split}.target", dtype, unknown[1])
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        vocab_size: int,
+        unknown: tuple[int, int] = (UNK, UNK),
+        weighted: bool = False,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._source = _SideWriter(directory, f"{split}.source", token_dtype(vocab_size), unknown[0])
+        self._target = _SideWriter(directory, f"{split}.target", token_dtype(vocab_size), unknown[1])
+        self._weights = (directory / weights_file(split)).open("wb") if weighted else None
 
-    def append(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-        """Append pairs of token numbers, without BOS and EOS."""
-        assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
-        self._source.append(sources)
-        self._target.append(targets)
+    def append(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        weights: npt.NDArray[np.floating] | None = None,
+    ) -> None:
+        """Append pairs of token numbers, without BOS and EOS; weights if the writer is ``weighted``. Shape: (N,)."""
+        self.append_tokens(Tokens.of(sources, self._vocab_size), Tokens.of(targets, self._vocab_size), weights)
+
+    def append_tokens(self, source: Tokens, target: Tokens, weights: npt.NDArray[np.floating] | None = None) -> None:
+        """Append pairs in the form of the files; see :meth:`append`."""
+        pairs = len(source.lengths)
+        assert pairs == len(target.lengths), f"{pairs} sources for {len(target.lengths)} targets"
+        assert (weights is None) == (self._weights is None), "either all pairs have weights or none"
+        self._source.append(source)
+        self._target.append(target)
+        if self._weights is not None and weights is not None:
+            assert pairs == len(weights), f"{len(weights)} weights for {pairs} pairs"
+            self._weights.write(weights.astype(_WEIGHT).tobytes())
 
     @property
     def stats(self) -> SplitStats:
@@ -169,6 +271,8 @@ class CorpusWriter:
     ) -> None:
         self._source.close()
         self._target.close()
+        if self._weights is not None:
+            _close(self._weights)
 
 
 class _SideWriter:
@@ -182,16 +286,15 @@ class _SideWriter:
         self._offsets.write(np.zeros(1, _OFFSET).tobytes())
         self.count = self._end = self._unknown = self._longest = 0
 
-    def append(self, sentences: Sequence[Sequence[int]]) -> None:
-        if not sentences:
+    def append(self, sentences: Tokens) -> None:
+        numbers, lengths = sentences
+        if not len(lengths):
             return
-        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        tokens = np.fromiter(chain.from_iterable(sentences), self._dtype, int(lengths.sum()))
-        self._tokens.write(tokens.tobytes())
+        self._tokens.write(numbers.astype(self._dtype, copy=False).tobytes())
         self._offsets.write((self._end + np.cumsum(lengths)).astype(_OFFSET).tobytes())
-        self.count += len(sentences)
-        self._end += len(tokens)
-        self._unknown += int((tokens == self._unk).sum())
+        self.count += len(lengths)
+        self._end += len(numbers)
+        self._unknown += int((numbers == self._unk).sum())
         self._longest = max(self._longest, int(lengths.max()))
 
     @property
@@ -200,6 +303,11 @@ class _SideWriter:
 
     def close(self) -> None:
         for file in (self._tokens, self._offsets):
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+            _close(file)
+
+
+def _close(file: BinaryIO) -> None:
+    """Close a file whose content is to survive a power failure."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())

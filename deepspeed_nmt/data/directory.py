@@ -187,6 +187,10 @@ class DataDirectory:
         """Open the token numbers of ``train`` or ``valid``."""
         return Corpus(self.path, split)
 
+    def training_corpora(self) -> list[Corpus]:
+        """Open the token numbers of ``train``, once for each segmentation."""
+        return [self.corpus("train")]
+
     def text(self, split: str, side: str) -> Path:
         """Return the path of the unchanged raw text of ``valid`` or ``test``, ``source`` or ``target``.
 
@@ -200,13 +204,16 @@ class DataDirectory:
             )
         return self.path / name
 
-    def verify_hashes(self) -> None:
-        """Compare the SHA-256 of every file with ``meta.json``, which takes seconds per gigabyte.
+    def verify_hashes(self, split: str = "") -> None:
+        """Compare the SHA-256 of files with ``meta.json``, which takes seconds per gigabyte.
+
+        Args:
+            split: ``train``, ``valid`` or ``test`` for its files and the vocabulary only; "" for every file.
 
         Raises:
             DataError: if files are missing or were changed, all of them at once.
         """
-        self._check(verify=True)
+        self._check(verify=True, names=(f"{split}.", "vocabulary.") if split else ("",))
 
     def check_same(self) -> None:
         """Check that the directory is still the one that was opened; `prepare` replaces a directory as a whole.
@@ -219,11 +226,12 @@ class DataDirectory:
                 f"{self.path} must not be replaced while a run opens it, but `prepare` has made it again; start again"
             )
 
-    def _check(self, *, verify: bool) -> None:
+    def _check(self, *, verify: bool, names: tuple[str, ...] = ("",)) -> None:
+        """Check the files whose names begin with one of ``names``."""
         problems = [
             f"{name} {problem}"
             for name, record in sorted(self.meta.files.items())
-            if (problem := record.problem(self.path / name, verify))
+            if name.startswith(names) and (problem := record.problem(self.path / name, verify))
         ]
         if problems:
             raise DataError(

@@ -10,39 +10,22 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_row
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import (
-    BatchConfig,
-    EpochUpdates,
-    Indices,
-    check_lengths,
-    cut_update,
-    epoch_updates,
-    largest_micro_batch,
-)
+from deepspeed_nmt.data.batching import BatchConfig, Indices, cut_update
+from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.largest import check_lengths, largest_micro_batch
 from deepspeed_nmt.data.packing import Ladder, PackedPart, RowSizes, largest_packed, pack_update, row_sizes
+from deepspeed_nmt.data.plans import Cursor, EpochPlan, Place, Plan, TabulatedPlan
+from deepspeed_nmt.data.windows import Window
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """A position in the data: the next update to make.
-
-    Attributes:
-        epoch: number of the epoch, from 0.
-        update: index of the update within the epoch, from 0.
-    """
-
-    epoch: int = 0
-    update: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +39,7 @@ class Update:
         padded_positions: source and target positions of this rank's micro-batches, padding included.
         real_positions: the same without padding.
         after: position of the next update in the data.
+        corpus_tokens: target tokens of each corpus in the whole update.
     """
 
     number: int
@@ -64,10 +48,11 @@ class Update:
     padded_positions: int
     real_positions: int
     after: Cursor
+    corpus_tokens: tuple[int, ...] = ()
 
 
 def collate(
-    corpus: Corpus,
+    corpus: Corpus | Corpora,
     indices: Indices,
     vocabulary: Vocabulary,
     update: UpdateInfo | None = None,
@@ -98,6 +83,7 @@ def collate(
             target_tokens=0,
             pad=pad,
             update=update,
+            **_per_pair(corpus, indices),
         )
     sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
     targets = [corpus.target(int(i)) for i in indices]
@@ -121,11 +107,12 @@ def collate(
         target_tokens=sum(map(len, targets)) + rows,
         pad=pad,
         update=update,
+        **_per_pair(corpus, indices),
     )
 
 
 def collate_packed(
-    corpus: Corpus, part: PackedPart, vocabulary: Vocabulary, update: UpdateInfo | None = None
+    corpus: Corpus | Corpora, part: PackedPart, vocabulary: Vocabulary, update: UpdateInfo | None = None
 ) -> Batch:
     """Put sentence pairs end to end into a batch.
 
@@ -161,52 +148,70 @@ def collate_packed(
         update=update or UpdateInfo(),
         source_segments=source_segments,
         target_segments=target_segments,
+        **_per_pair(corpus, indices),
     )
 
 
+def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
+    """Return the weights of pairs, and what corpora they are of, as arguments of a batch."""
+    found: dict[str, Any] = {}
+    weights = corpus.weights_of(indices)
+    if weights is not None and len(indices):
+        found["weights_B"] = torch.from_numpy(weights)
+    if isinstance(corpus, Corpora) and len(corpus.parts) > 1:
+        numbers = corpus.part_of(indices) if len(indices) else np.zeros(1, dtype=np.int64)
+        found |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
+    return found
+
+
 class TrainLoader:
-    """All updates of a run from a given position on, epoch after epoch, without end.
+    """All updates of a run from a given position on, without end.
 
     Args:
-        corpus: training corpus.
+        text: training text.
         config: batch sizes.
         seed: seed of the run.
         rank: this process's number among the data-parallel ranks.
         ranks: number of data-parallel ranks.
         vocabulary: special tokens of both sides.
+        plan: which sentences make which update; None for the epochs of one corpus.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
     """
 
     def __init__(
-        self, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, vocabulary: Vocabulary
+        self,
+        text: Corpus | Corpora,
+        config: BatchConfig,
+        seed: int,
+        rank: int,
+        ranks: int,
+        vocabulary: Vocabulary,
+        plan: Plan | None = None,
     ) -> None:
-        check_lengths(corpus.source_lengths, corpus.target_lengths, config)
-        self.corpus = corpus
-        self._sizes: RowSizes | Ladder | None = None
+        self.corpora = Corpora.of(text) if isinstance(text, Corpus) else text
+        self.longest = check_lengths(self.corpora, config)
+        self.plan = plan or epoch_plan(self.corpora, config, seed)
         self.config = config
         self.seed = seed
         self.rank = rank
         self.ranks = ranks
         self.vocabulary = vocabulary
+        self._sizes: RowSizes | Ladder | None = None
 
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
         """Yield updates from ``start`` on, the first of which is the run's update ``number``."""
-        epoch, index = start.epoch, start.update
+        cursor = start
+        place = self.plan.place(cursor, number)
+        window = self.plan.window(place.window)
         while True:
-            updates = self._epoch(epoch)
-            while index < len(updates):
-                sentences = updates[index]
-                index += 1
-                after = Cursor(epoch, index) if index < len(updates) else Cursor(epoch + 1, 0)
-                yield self._assemble(sentences, number, after)
-                number += 1
-            epoch, index = epoch + 1, 0
-
-    def updates_per_epoch(self) -> int:
-        """Count the updates of the first epoch; others differ by one at most, since grains differ in size."""
-        return len(self._epoch(0))
+            before, place = place, self.plan.place(cursor, number)
+            if place.window != before.window:
+                window = self.plan.window(place.window)
+            cursor = self.plan.after(cursor)
+            yield self._assemble(window, place, number, cursor)
+            number += 1
 
     def largest(self) -> Batch:
         """Collate the largest micro-batch that can be expected, the same on every rank.
@@ -214,49 +219,62 @@ class TrainLoader:
         It belongs to update 0, which is never trained. An objective computes all its regularizers in it, since 0 is a
         multiple of any number.
         """
-        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        updates = self.plan.sample()
         if self.config.layout == "packed":
-            part = largest_packed(self._epoch(0)[0], source, target, self.ranks, self.config, self.row_sizes)
-            return collate_packed(self.corpus, part, self.vocabulary, self._info(part.sentences, 0))
-        indices = largest_micro_batch(self._epoch(0), source, target, self.ranks, self.config)
-        return collate(self.corpus, indices, self.vocabulary, self._info(indices, 0))
+            source, target = updates.source, updates.target
+            part = largest_packed(updates[0], source, target, self.ranks, self.config, self.row_sizes)
+            part = replace(part, sentences=updates.rows[part.sentences])
+            return collate_packed(self.corpora, part, self.vocabulary, self._info(part.sentences, 0))
+        rows = largest_micro_batch(updates, self.corpora, self.ranks, self.config)
+        return collate(self.corpora, rows, self.vocabulary, self._info(rows, 0))
 
     @property
     def row_sizes(self) -> RowSizes | Ladder:
         """Sizes of the rows of micro-batches in the packed layout."""
         if self._sizes is None:
-            source, target = self.corpus.source_lengths, self.corpus.target_lengths
-            self._sizes = row_sizes(self._epoch(0), source, target, self.ranks, self.config)
+            self._sizes = row_sizes(self.plan.sample(), self.longest, self.ranks, self.config)
         return self._sizes
 
-    def _epoch(self, epoch: int) -> EpochUpdates:
-        source, target = self.corpus.source_lengths, self.corpus.target_lengths
-        return epoch_updates(source, target, self.seed, epoch, self.config.update_tokens)
+    def _info(self, rows: Indices, number: int) -> UpdateInfo:
+        tokens = int(self.corpora.lengths(rows)[1].sum())
+        return UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(rows))
 
-    def _info(self, sentences: Indices, number: int) -> UpdateInfo:
-        tokens = int(self.corpus.target_lengths[sentences].sum())
-        return UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(sentences))
-
-    def _assemble(self, sentences: Indices, number: int, after: Cursor) -> Update:
-        info = self._info(sentences, number)
-        batches = [make(replace(info, micro_batch=place)) for place, make in enumerate(self._makers(sentences))]
+    def _assemble(self, window: Window, place: Place, number: int, after: Cursor) -> Update:
+        positions = window[place.index]
+        tokens = int(window.target[positions].sum())
+        info = UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(positions))
+        makers = self._makers(window, positions)
+        batches = [make(replace(info, micro_batch=which)) for which, make in enumerate(makers)]
         return Update(
             number=number,
             micro_batches=batches,
-            target_tokens=info.tokens,
+            target_tokens=tokens,
             padded_positions=sum(b.source_BS.numel() + b.target_input_BT.numel() for b in batches),
             real_positions=sum(b.source_tokens + b.target_tokens for b in batches),
+            corpus_tokens=self._corpus_tokens(window, positions),
             after=after,
         )
 
-    def _makers(self, sentences: Indices) -> list[Callable[[UpdateInfo], Batch]]:
+    def _corpus_tokens(self, window: Window, positions: Indices) -> tuple[int, ...]:
+        parts = self.corpora.part_of(window.rows[positions])
+        tokens = np.bincount(parts, window.target[positions], minlength=len(self.corpora.parts))
+        return tuple(map(int, tokens))
+
+    def _makers(self, window: Window, positions: Indices) -> list[Callable[[UpdateInfo], Batch]]:
         """Cut an update, and return a function for each of this rank's micro-batches that makes it."""
-        source, target = self.corpus.source_lengths, self.corpus.target_lengths
+        source, target, rows = window.source, window.target, window.rows
         if self.config.layout == "packed":
-            parts = pack_update(sentences, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
-            return [partial(collate_packed, self.corpus, part, self.vocabulary) for part in parts]
-        cut = cut_update(sentences, source, target, self.ranks, self.config)
-        return [partial(collate, self.corpus, group, self.vocabulary) for group in cut[self.rank]]
+            parts = pack_update(positions, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
+            parts = [replace(part, sentences=rows[part.sentences]) for part in parts]
+            return [partial(collate_packed, self.corpora, part, self.vocabulary) for part in parts]
+        cut = cut_update(positions, source, target, self.ranks, self.config)
+        return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in cut[self.rank]]
+
+
+def epoch_plan(corpora: Corpora, config: BatchConfig, seed: int) -> Plan:
+    """Return the plan of a run on one corpus."""
+    kind = EpochPlan if config.plan == "windows" else TabulatedPlan
+    return kind(corpora, seed, config.update_tokens)
 
 
 class Prefetcher(Generic[T]):

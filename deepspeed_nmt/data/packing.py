@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deepspeed_nmt.data.batching import BatchConfig, EpochUpdates, Indices, Lengths, by_length
+from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths, by_length
 from deepspeed_nmt.data.division import Sizes, divide
+from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.errors import ConfigError
 
 _SPARE = 1.004
@@ -111,15 +112,12 @@ class RowSizes:
         return np.stack([sources, np.full(micro_batches, self.target)], axis=1)
 
 
-def row_sizes(
-    updates: EpochUpdates, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
-) -> RowSizes | Ladder:
+def row_sizes(updates: Window, longest: int, ranks: int, config: BatchConfig) -> RowSizes | Ladder:
     """Determine the sizes of the rows of a run, a function of the arguments alone.
 
     Args:
-        updates: updates of the first epoch.
-        source: source lengths, EOS included. Shape: (sentences,)
-        target: target lengths, EOS included. Shape: (sentences,)
+        updates: updates that stand for those of the run.
+        longest: tokens of the longest sentence of the training text.
         ranks: number of data-parallel ranks.
         config: bounds of a micro-batch.
 
@@ -127,19 +125,19 @@ def row_sizes(
         ConfigError: if a single sentence of the sample does not fit.
     """
     starts = updates.bounds[:-1]
-    totals = np.stack([np.add.reduceat(each[updates.order], starts, dtype=np.int64) for each in (source, target)])
+    totals = np.stack([np.add.reduceat(each, starts, dtype=np.int64) for each in (updates.source, updates.target)])
     full = np.flatnonzero(totals[1] > 0.9 * np.median(totals[1]))  # without the rest at the end of the epoch
     # The sample has updates with few and with many source tokens.
     number = max(4, min(_SAMPLED_UPDATES, _SAMPLED_TOKENS // max(1, int(np.median(totals[1])))))
     ranked = full[np.argsort(totals[0, full], kind="stable")]
     sample = ranked[np.unique(np.linspace(0, len(ranked) - 1, number).astype(int))]
 
-    even = _even_divisions(updates, sample.tolist(), source, target, ranks, config)
+    even = _even_divisions(updates, sample.tolist(), ranks, config)
     ladder, needed = _ladder(even, config.micro_tokens)
-    two = _two_shapes(totals[0, full], totals, max(int(source.max()), int(target.max())), ranks, config)
+    two = _two_shapes(totals[0, full], totals, longest, ranks, config)
     taken = failed = 0
     for update in sample.tolist():
-        lengths = _checked(updates[update], source, target, config)
+        lengths = _checked(updates[update], updates.source, updates.target, config)
         if (found := _divide_into_two_shapes(lengths, ranks, config.micro_tokens, two)) is not None:
             taken += int(found[1].sum())
         elif (failed := failed + 1) >= _FAILED:
@@ -177,16 +175,14 @@ def _two_shapes(full: Indices, totals: Sizes, longest: int, ranks: int, config: 
     return RowSizes(rows, *min(pairs, key=positions))
 
 
-def _even_divisions(
-    updates: EpochUpdates, sample: list[int], source: Lengths, target: Lengths, ranks: int, config: BatchConfig
-) -> Sizes:
+def _even_divisions(updates: Window, sample: list[int], ranks: int, config: BatchConfig) -> Sizes:
     """Return the source and target tokens of each micro-batch of some updates that are divided evenly.
 
     Shape: -> (micro_batches, 2)
     """
     found = []
     for update in sample:
-        lengths = _checked(updates[update], source, target, config)
+        lengths = _checked(updates[update], updates.source, updates.target, config)
         row_of, count = _divide_evenly(lengths, ranks, config.micro_tokens)
         found.append(_loads(lengths, row_of, count))
     return np.concatenate(found)

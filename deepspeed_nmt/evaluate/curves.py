@@ -92,11 +92,31 @@ class RunCurves:
             [entry[tag] for entry in found],
         )
 
+    def validated(self) -> list[str]:
+        """Return the names of logged values of validation, without ``valid/``, in order of their first entries."""
+        prefix = validation_tag("")
+        return list(
+            dict.fromkeys(
+                tag.removeprefix(prefix) for entry in self._entries for tag in entry if tag.startswith(prefix)
+            )
+        )
+
     def cross_shares(self) -> dict[int, Curve]:
         """Return the share of cross-attention in the update of each decoder layer, by the layer's number."""
         tags = {tag for entry in self._entries for tag in entry}
         layers = {int(found[1]): tag for tag in tags if (found := _CROSS_SHARE.fullmatch(tag))}
         return {layer: self.curve(layers[layer]) for layer in sorted(layers)}
+
+
+def validation_measures(runs: Iterable[RunCurves]) -> list[str]:
+    """Return the measures that runs have logged: METRIC of the main set, SET/METRIC and SET/loss of others.
+
+    Those of the main set have the order of METRICS, the others that of the log.
+    """
+    logged = dict.fromkeys(name for run in runs for name in run.validated())
+    main = [name for name in METRICS if name in logged]
+    of_sets = [name for name in logged if name.partition("/")[2] in ("loss", *METRICS)]
+    return [*main, *of_sets]
 
 
 def validation_metric(runs: Iterable[RunCurves]) -> Metric:

@@ -118,9 +118,20 @@ METRICS: Mapping[str, Metric] = {
 """All metrics by name."""
 
 
-def validation_tag(name: str) -> str:
-    """Return the tag under which a value of the validation set is logged: a metric, loss, nll or ppl."""
-    return f"valid/{name}"
+def validation_tag(name: str, of: str = "") -> str:
+    """Return the tag under which a value of a validation set is logged.
+
+    Args:
+        name: of the value: a metric, loss, nll or ppl.
+        of: name of the set; "" for that of the training data.
+    """
+    return f"valid/{of}/{name}" if of else f"valid/{name}"
+
+
+def is_higher_better(name: str) -> bool:
+    """Return the direction of a value of validation: a metric, perhaps as SET/METRIC, or a loss."""
+    metric = METRICS.get(name.rpartition("/")[2])
+    return metric is not None and metric.higher_is_better
 
 
 class Scorer:

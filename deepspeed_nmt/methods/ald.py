@@ -18,6 +18,7 @@ The paper leaves open, and this module decides:
 - In a sentence of n tokens, round(gamma n) and round((1 - gamma) n) tokens are replaced.
 - Both sets of tokens are prefixes of one random order, so X- lacks every token that X+ lacks.
 - gamma and the order are functions of (seed, update, sentence), so all ranks and engines agree.
+- If pairs have weights, the loss of each is multiplied by its own before the mean over all sentences.
 - The top states are those that the projection reads, after the final LayerNorm of a pre-norm decoder.
 
 Legend: B sentences, S source length, T target length, D model width.
@@ -76,7 +77,7 @@ class ALD:
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
             # The engine divides by the tokens of the update; this factor makes it a mean over sentences.
             per_sentence = batch.update.tokens / max(1, batch.update.sentences)
-            return torch.where(real_BT.any(dim=1), losses_B, 0.0).sum() * per_sentence
+            return batch.weighted(torch.where(real_BT.any(dim=1), losses_B, 0.0)).sum() * per_sentence
 
         return contrast
 

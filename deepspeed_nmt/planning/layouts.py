@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_nmt.data.batching import BatchConfig, EpochUpdates, Lengths, check_lengths, cut_update, epoch_updates
+from deepspeed_nmt.data.batching import BatchConfig, cut_update
 from deepspeed_nmt.data.packing import pack_update, row_sizes
+from deepspeed_nmt.data.windows import Window
 
 _SAMPLED_UPDATES = 50
 """Updates that are cut in either layout."""
@@ -40,34 +41,27 @@ class Yield:
 
 
 def yields(
-    source: Lengths,
-    target: Lengths,
+    updates: Window,
+    longest: int,
     config: BatchConfig,
-    seed: int,
     ranks: int,
     layouts: Sequence[str] = ("padded", "packed"),
     updates_sampled: int = _SAMPLED_UPDATES,
 ) -> list[Yield]:
-    """Return the yields of layouts, from updates of the first epoch.
+    """Return the yields of layouts.
 
     Args:
-        source: source lengths, EOS included. Shape: (sentences,)
-        target: target lengths, EOS included. Shape: (sentences,)
+        updates: updates that stand for those of the run.
+        longest: tokens of the longest sentence of the training text.
         config: sizes of batches.
-        seed: seed of the run.
         ranks: number of data-parallel ranks.
         layouts: to return.
         updates_sampled: number of updates that are cut, or some more.
-
-    Raises:
-        ConfigError: if a sentence does not fit into a micro-batch.
     """
-    check_lengths(source, target, config)
-    updates = epoch_updates(source, target, seed, 0, config.update_tokens)
-    # The last update of an epoch is what is left.
+    # The last update of an epoch may be what is left.
     sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))
     return [
-        _yield(layout, _rows(layout, updates, sample, source, target, config, ranks), len(sample) * ranks)
+        _yield(layout, _rows(layout, updates, longest, sample, config, ranks), len(sample) * ranks)
         for layout in layouts
     ]
 
@@ -82,17 +76,12 @@ _Shape = tuple[int, int, int]
 
 
 def _rows(
-    layout: str,
-    updates: EpochUpdates,
-    sample: range,
-    source: Lengths,
-    target: Lengths,
-    config: BatchConfig,
-    ranks: int,
+    layout: str, updates: Window, longest: int, sample: range, config: BatchConfig, ranks: int
 ) -> list[tuple[_Shape, int]]:
     """Return the shape of each micro-batch of the sample, and its tokens."""
     found: list[tuple[_Shape, int]] = []
-    sizes = row_sizes(updates, source, target, ranks, config) if layout == "packed" else None
+    source, target = updates.source, updates.target
+    sizes = row_sizes(updates, longest, ranks, config) if layout == "packed" else None
     for number in sample:
         if sizes is not None:
             packed = pack_update(updates[number], source, target, ranks, config, sizes)

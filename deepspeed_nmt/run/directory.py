@@ -21,8 +21,9 @@ from deepspeed_nmt.config import RunConfig, load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.parts import LikelihoodConfig
-from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory, open_tokenizer
+from deepspeed_nmt.data.directory import VOCABULARY_FILES, open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.data.training import DataOption, TrainingData
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.files import atomic_write_text, check_utf8_name, parse_json, remove_orphans
@@ -54,7 +55,15 @@ ORIGIN_FILE = "origin.json"
 SCORES_FILE = "test_scores.json"
 """File with the scores of test sets that reports have measured."""
 
-_FIXED = ("model.", "layer.", "objective.", "optimizer.name.", "training.seed.", "batch.update_tokens.")
+_FIXED = (
+    "model.",
+    "layer.",
+    "objective.",
+    "optimizer.name.",
+    "training.seed.",
+    "batch.update_tokens.",
+    "batch.plan.",
+)
 """Settings that cannot change once the run has a checkpoint."""
 _LEARNING = ("optimizer.", "schedule.")
 """Settings whose change in a resumed run is logged, because a recipe may have changed them."""
@@ -182,15 +191,16 @@ def has_begun(path: Path) -> bool:
     return bool(CheckpointStore(path / CHECKPOINTS).names())
 
 
-def record_of(config: RunConfig, data: DataDirectory) -> RunRecord:
+def record_of(config: RunConfig, data: TrainingData) -> RunRecord:
     """Return the record of a run, for its checkpoints."""
     return RunRecord(
         config=config.model_dump(mode="json"),
-        data=str(data.path.resolve()),
-        fingerprint=data.fingerprint,
+        data=str(data.main.path.resolve()),
+        fingerprint=data.main.fingerprint,
         longest_source=data.longest_source,
-        text=data.text_form,
-        vocabulary=data.vocabulary,
+        text=data.main.text_form,
+        corpora=data.records,
+        vocabulary=data.main.vocabulary,
     )
 
 
@@ -221,7 +231,7 @@ def check_record(checkpoint: Checkpoint, config: RunConfig, files: Mapping[str, 
         )
 
 
-def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
+def begin(path: Path, config: RunConfig, data: TrainingData) -> None:
     """Write the files of a new run, or check that a resumed one has the same fixed settings and the same data.
 
     Args:
@@ -240,7 +250,7 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
         DATA_FILE: DataRecord.of(data).content(),
     }
     if has_begun(path):
-        verify_run(path, data.path)
+        verify_run(path, data.main.path)
         _check_same(path, config, data)
     else:
         path.mkdir(parents=True, exist_ok=True)
@@ -249,38 +259,50 @@ def begin(path: Path, config: RunConfig, data: DataDirectory) -> None:
             logger.warning("%s has no checkpoint: training starts from the beginning, and its metrics with it", path)
         for name in (ORIGIN_FILE, MANIFEST_FILE, SCORES_FILE, ALIGNMENT_FILE):
             (path / name).unlink(missing_ok=True)
-        files |= {name: (data.path / name).read_bytes() for name in data.vocabulary}
+        files |= {name: (data.main.path / name).read_bytes() for name in data.main.vocabulary}
     for directory in (path, path / CHECKPOINTS, *(path / CHECKPOINTS).glob("update-*/")):
         remove_orphans(directory)
     replace_files(path, files)
     atomic_write_text(path / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
 
 
-def recorded_data(path: Path) -> DataDirectory:
-    """Open the data directory that a run was last trained on.
+def recorded_data(path: Path) -> TrainingData:
+    """Open the data directories that a run was last trained on.
 
     Args:
         path: run directory.
 
     Raises:
-        DataError: if it is not where it was, or is incomplete.
+        DataError: if one is not where it was, or is incomplete.
     """
-    where = Path(DataRecord.read(path).path)
-    if not where.is_dir():
-        raise DataError(
-            f"--data is not given, so it is that of {path}, but there is no directory {where}; give the place of its "
-            "data by --data"
-        )
-    return DataDirectory.open(where)
+    record = DataRecord.read(path)
+    options = [DataOption(Path(each.path), each.weights, each.tag) for each in record.corpora]
+    options = options or [DataOption(Path(record.path))]
+    for option in options:
+        if not option.path.is_dir():
+            raise DataError(
+                f"--data is not given, so it is that of {path}, but there is no directory {option.path}; give the "
+                "place of its data by --data"
+            )
+    return TrainingData(options)
 
 
-def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
+def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     recorded = DataRecord.read(path)
-    if recorded.fingerprint != data.fingerprint:
+    main = data.main
+    if recorded.fingerprint != main.fingerprint:
         raise DataError(
-            f"{data.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
+            f"{main.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"
         )
+    before_at = {each.path: each.fingerprint for each in recorded.corpora}
+    for part in data.parts:
+        where = str(part.directory.path.resolve())
+        if before_at.get(where, part.directory.fingerprint) != part.directory.fingerprint:
+            raise DataError(
+                f"{where} must hold the data that {path} was trained on, but it has changed; restore it, or give the "
+                "new data another directory"
+            )
     before = load_recorded(path / CONFIG_FILE).flat()
     now = config.flat()
     problems = [
@@ -300,7 +322,7 @@ def _check_same(path: Path, config: RunConfig, data: DataDirectory) -> None:
     with suppress(CheckpointError):  # a damaged one is skipped later
         newest = store.read(store.names()[-1], verify=False)
     if newest is not None:
-        check_record(newest, config, data.vocabulary)
+        check_record(newest, config, main.vocabulary)
 
 
 def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:

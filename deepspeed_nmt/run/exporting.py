@@ -242,7 +242,7 @@ def _text(run: Run, request: ExportRequest, longest: int, most: int) -> _Text:
         origin = str(request.source)
     else:
         try:
-            data = recorded_data(run.path)
+            data = recorded_data(run.path).main
         except DataError as error:
             raise DataError(f"{error} (or give the text to compare translations of by --source)") from error
         pairs, parts = [], []

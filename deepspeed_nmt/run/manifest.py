@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.config import load_recorded, validate_recorded
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.directory import VOCABULARY_FILES, DataDirectory
+from deepspeed_nmt.data.training import CorpusRecord, TrainingData
 from deepspeed_nmt.errors import DataError, UserError
 from deepspeed_nmt.files import atomic_write_bytes
 from deepspeed_nmt.manifest import (
@@ -42,21 +43,24 @@ class DataRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of its longest source sentence, without EOS; 0 in older runs.
         text: form of its text; None in older runs.
+        corpora: corpora of a mixture, of which that directory is the first; none if there is one corpus.
     """
 
     path: str
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    corpora: tuple[CorpusRecord, ...] = ()
 
     @classmethod
-    def of(cls, data: DataDirectory) -> DataRecord:
-        """Return the record of a data directory."""
+    def of(cls, data: TrainingData) -> DataRecord:
+        """Return the record of the data of a run."""
         return cls(
-            path=str(data.path.resolve()),
-            fingerprint=data.fingerprint,
+            path=str(data.main.path.resolve()),
+            fingerprint=data.main.fingerprint,
             longest_source=data.longest_source,
-            text=data.text_form,
+            text=data.main.text_form,
+            corpora=data.records,
         )
 
     @classmethod
@@ -253,6 +257,7 @@ def _restored(
                 fingerprint=record.fingerprint,
                 longest_source=record.longest_source,
                 text=record.text,
+                corpora=record.corpora,
             )
             restored[name] = found.content()
         elif (file := _in_data(path, record, name, files.get(name), data)) is not None:

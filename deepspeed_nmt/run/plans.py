@@ -10,6 +10,8 @@ from deepspeed_nmt.build import build_kernels, build_meta_model
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.largest import check_lengths
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
@@ -17,7 +19,7 @@ from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
 from deepspeed_nmt.planning.planner import Counts, Planner
-from deepspeed_nmt.run.resolve import check_tensor_ranks, has_packed_kernel, layout_on, make_planner
+from deepspeed_nmt.run.resolve import check_tensor_ranks, has_packed_kernel, layout_on, make_planner, plan_of
 
 VOCAB_SIZE = "32000"
 """Size of a vocabulary that nothing determines."""
@@ -108,18 +110,19 @@ def tokens_of(vocabulary: Vocabulary) -> str:
     return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
 
 
-def layout_yields(config: RunConfig, data: DataDirectory, num_gpus: int) -> list[Yield]:
-    """Return the micro-batches that each layout the model can have makes of the training corpus.
+def layout_yields(config: RunConfig, data: TrainingData, num_gpus: int) -> list[Yield]:
+    """Return the micro-batches that each layout the model can have makes of the training text.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch, or `train` would refuse the layout or the ranks.
     """
     layout_on(config, "fp32", None)
     check_tensor_ranks(config, num_gpus)
-    corpus, ranks = data.corpus("train"), num_gpus // config.engine.tensor_parallel
-    lengths = corpus.source_lengths, corpus.target_lengths
+    ranks = num_gpus // config.engine.tensor_parallel
+    plan = plan_of(data.corpora(config.mixture), config, data)
+    longest = check_lengths(plan.corpora, config.batch)
     layouts = LAYOUTS if config.model.packed else LAYOUTS[:1]
-    return yields(*lengths, config.batch, config.training.seed, ranks, layouts)
+    return yields(plan.sample(), longest, config.batch, ranks, layouts)
 
 
 def layout_notes(

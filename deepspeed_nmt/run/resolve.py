@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,13 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.largest import check_lengths
+from deepspeed_nmt.data.loader import epoch_plan
+from deepspeed_nmt.data.mixture import MixturePlan
+from deepspeed_nmt.data.plans import Plan
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
 from deepspeed_nmt.errors import ConfigError, DataError
@@ -34,6 +39,8 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.layouts import prefers_padded, yields
 from deepspeed_nmt.planning.memory import Recompute
 from deepspeed_nmt.planning.planner import Counts, Planner, count_model
+from deepspeed_nmt.run.validation_sets import SPLIT, title
+from deepspeed_nmt.train.progress import Progress
 
 RESOLVED_FILE = "resolved.json"
 """File with the resolved settings of the last start."""
@@ -92,12 +99,15 @@ class ResolvedRun:
         atomic_write_text(run / RESOLVED_FILE, json.dumps(content, indent=1))
 
 
-def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed: bool) -> ResolvedRun:
+def resolve_run(
+    config: RunConfig, data: TrainingData, sets: Mapping[str, DataDirectory], world: World, *, resumed: bool
+) -> ResolvedRun:
     """Resolve a run's settings on these ranks, and check them against the data. All ranks call it together.
 
     Args:
         config: settings of the user.
         data: data to train on.
+        sets: data directories of all validation sets by name.
         world: the ranks.
         resumed: True if the run has a checkpoint, so that no pretrained weights are loaded.
 
@@ -106,14 +116,15 @@ def resolve_run(config: RunConfig, data: DataDirectory, world: World, *, resumed
         DataError: if the data does not fit the model.
     """
     with fail_together(world):
-        vocabulary = data.tokenizer().vocabulary
+        vocabulary = data.main.tokenizer().vocabulary
         engine = resolve_engine(config.engine, config.optimizer.clip_norm, world)
         batch = resolve_layout(config, engine.precision, world.device)
         if config.batch.layout == "auto" and batch.layout == "packed":
-            batch = less_empty(batch, data.corpus("train"), config.training.seed, world)
-        _check_data(config, vocabulary, data, resumed=resumed)
-        metrics, _ = config.validation.chosen(data.text_form)
-        Scorer(metrics, data.text_form, [])  # imports what it needs
+            batch = less_empty(batch, plan_of(data.corpora(config.mixture), config, data), world)
+        _check_data(config, vocabulary, data, sets, resumed=resumed)
+        for name, each in sets.items():
+            metrics, _ = config.validation.chosen(each.text_form, name)
+            Scorer(metrics, each.text_form, [])  # imports what it needs
         kernels = build_kernels(config)
     # Validation on a CPU runs in fp32, too.
     kernels = agree_on_kernels(kernels, world, {DTYPES[engine.precision], torch.float32})
@@ -167,14 +178,34 @@ def has_packed_kernel(precision: Precision, capability: tuple[int, int] | None) 
     return capability is not None and capability >= (8, 0) and precision != "fp32"
 
 
-def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> BatchConfig:
+def plan_of(corpora: Corpora, config: RunConfig, data: TrainingData, progress: Progress | None = None) -> Plan:
+    """Return which sentences make which update of a run.
+
+    Args:
+        corpora: the training text of ``data``.
+        config: settings of the run.
+        data: data to train on.
+        progress: of the run, with the phases of its mixtures; None at its start.
+
+    Raises:
+        ConfigError: if some updates have no corpus, or updates are smaller than sentences.
+    """
+    phases = () if progress is None else progress.phases
+    if not phases and not data.is_mixture:
+        return epoch_plan(corpora, config.batch, config.training.seed)
+    phase = phases[-1] if phases else data.phase(corpora, config.mixture, 1)
+    training = config.training
+    return MixturePlan(corpora, training.seed, config.batch.update_tokens, phase, training.max_updates)
+
+
+def less_empty(batch: BatchConfig, plan: Plan, world: World) -> BatchConfig:
     """Return sizes of batches with the packed layout, or the padded one where that leaves clearly less empty.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
     """
-    lengths = corpus.source_lengths, corpus.target_lengths
-    padded, packed = yields(*lengths, batch, seed, world.data_ranks, updates_sampled=_COMPARED_UPDATES)
+    longest = check_lengths(plan.corpora, batch)
+    padded, packed = yields(plan.sample(), longest, batch, world.data_ranks, updates_sampled=_COMPARED_UPDATES)
     if not prefers_padded(padded, packed):
         return batch
     if world.is_main:
@@ -187,7 +218,7 @@ def less_empty(batch: BatchConfig, corpus: Corpus, seed: int, world: World) -> B
     return batch.model_copy(update={"layout": "padded"})
 
 
-def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> None:
+def check_ranks_agree(config: RunConfig, data: TrainingData, world: World) -> None:
     """Check that all ranks have the settings and the data of rank 0, since each host may have files of its own.
 
     Args:
@@ -201,8 +232,9 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
     """
     own: dict[str, Any] = {
         "settings": config.model_dump(mode="json"),
-        "data": [data.fingerprint, data.text_form.form],
+        "data": [data.main.text_form.form, *(f"{part.identity} {part.weights}" for part in data.parts)],
     }
+    own["settings"]["validation"]["sets"] = list(config.validation.sets)  # at places of their own on each host
     main = from_main(own, world)
     with fail_together(world):
         if differing := [name for name, value in own["settings"].items() if value != main["settings"][name]]:
@@ -212,8 +244,7 @@ def check_ranks_agree(config: RunConfig, data: DataDirectory, world: World) -> N
             )
         if own["data"] != main["data"]:
             raise DataError(
-                f"all ranks must have the same data, but {data.path} is not the data of rank 0 here; copy that to "
-                "this host"
+                f"all ranks must have the same data, but {data} is not that of rank 0 here; copy that to this host"
             )
 
 
@@ -284,7 +315,9 @@ def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtyp
     return kernels.fall_back_to_torch(differing)
 
 
-def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, *, resumed: bool) -> None:
+def _check_data(
+    config: RunConfig, vocabulary: Vocabulary, data: TrainingData, sets: Mapping[str, DataDirectory], *, resumed: bool
+) -> None:
     """Check that the model can be trained on the data.
 
     Raises:
@@ -292,20 +325,25 @@ def _check_data(config: RunConfig, vocabulary: Vocabulary, data: DataDirectory, 
         DataError: if a sentence is longer than the model can read.
     """
     if not resumed:
-        config.model.check_data(data.tokenizer())
+        config.model.check_data(data.main.tokenizer())
     model = build_meta_model(config, vocabulary)
     check_size(model)
     bounds = {"source": model.longest_source, "target": model.longest_target}
-    for split in ("train", "valid"):
-        corpus = data.corpus(split)
-        sides = zip(bounds.items(), (corpus.source_lengths, corpus.target_lengths), strict=True)
-        for (side, bound), lengths in sides:
-            if bound is not None and int(lengths.max()) > bound:
-                remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
-                raise DataError(
-                    f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
-                    f"{int(lengths.argmax()) + 1} of {split} has {int(lengths.max())}; {remedy}"
-                )
+    if not any(bounds.values()):
+        return
+    texts = {"train": data.corpora(config.mixture)}
+    texts |= {
+        f"valid of {title(name)}" if name else "valid": Corpora.of(each.corpus(SPLIT)) for name, each in sets.items()
+    }
+    for split, corpora in texts.items():
+        for first, *lengths in corpora.all_lengths():
+            for (side, bound), found in zip(bounds.items(), lengths, strict=True):
+                if bound is not None and int(found.max()) > bound:
+                    remedy = f"prepare the data with --max-length {bound - 1}" if split == "train" else "shorten it"
+                    raise DataError(
+                        f"sentences must have {bound} {side} tokens at most, which is what the model reads, but pair "
+                        f"{first + int(found.argmax()) + 1} of {split} has {int(found.max())}; {remedy}"
+                    )
 
 
 def check_size(model: TranslationModel) -> None:

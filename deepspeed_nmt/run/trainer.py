@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,12 @@ from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.loader import TrainLoader, collate, epoch_plan
+from deepspeed_nmt.data.mixture import next_phase, taken
+from deepspeed_nmt.data.plans import Cursor, Plan
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
@@ -34,7 +38,9 @@ from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
-from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
+from deepspeed_nmt.run.resolve import ResolvedRun, plan_of, resolve_run
+from deepspeed_nmt.run.validation import MAIN
+from deepspeed_nmt.run.validation_sets import SPLIT
 from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint
@@ -59,6 +65,7 @@ class Job:
         path: run directory, which has been prepared by :func:`deepspeed_nmt.run.directory.begin`.
         config: settings of the run.
         data: data to train on.
+        sets: data directories of all validation sets by name, first that of ``data``.
         origin: run of a warm start; None for random or pretrained weights.
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
@@ -67,7 +74,8 @@ class Job:
 
     path: Path
     config: RunConfig
-    data: DataDirectory
+    data: TrainingData
+    sets: Mapping[str, DataDirectory]
     origin: Origin | None
     world: World
     stop: StopRequest
@@ -83,7 +91,7 @@ class Job:
 
 def train_run(job: Job) -> Progress:
     """Train until the end or a requested stop, and return the progress. A rollback is followed by a resume."""
-    resolved = resolve_run(job.config, job.data, job.world, resumed=bool(job.store.names()))
+    resolved = resolve_run(job.config, job.data, job.sets, job.world, resumed=bool(job.store.names()))
     logger.info("%s", resolved)
     if job.world.is_main:
         resolved.save(job.path)
@@ -100,24 +108,48 @@ def _resume_or_start(job: Job, resolved: ResolvedRun) -> Progress | None:
     """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
     checkpoint = _newest_checkpoint(job)
     progress = Progress() if checkpoint is None else checkpoint.progress
-    with _session(job, resolved, checkpoint, progress) as session:
+    with fail_together(job.world):
+        corpora = job.data.corpora(job.config.mixture)
+        progress = _with_mixture(job, corpora, progress)
+        plan = plan_of(corpora, job.config, job.data, progress)
+    with _session(job, resolved, checkpoint, progress, plan) as session:
         return train(session, progress)
 
 
+def _with_mixture(job: Job, corpora: Corpora, progress: Progress) -> Progress:
+    """Return the progress with the mixture of corpora that the run goes on with, if it has any."""
+    data, first = job.data, progress.update + 1
+    if not data.is_mixture and not progress.phases:
+        return progress
+    before = {}
+    if progress.phases:
+        before = taken(progress.phases[-1], first, job.config.batch.update_tokens)
+    elif progress.update:  # the run began with the first corpus alone
+        alone = Corpora(corpora.parts[:1])
+        plan = epoch_plan(alone, job.config.batch, job.config.training.seed)
+        epochs = plan.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
+        before = {data.parts[0].identity: round(epochs * len(alone))}
+    phases = next_phase(progress.phases, data.phase(corpora, job.config.mixture, first), before)
+    if progress.update and len(phases) > len(progress.phases):
+        logger.warning("from update %s on the run has another mixture: %s", f"{first:,}", data)
+    return replace(progress, phases=phases)
+
+
 @contextmanager
-def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress) -> Iterator[Session]:
+def _session(
+    job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress, plan: Plan
+) -> Iterator[Session]:
     """Build the session, and close its files and its engine at the end."""
     config, data, world, vocabulary = resolved.config, job.data, job.world, resolved.vocabulary
     objective = build_objective(config, vocabulary)
     with fail_together(world):
-        corpus = data.corpus("train")
         seed = config.training.seed
-        loader = TrainLoader(corpus, resolved.batch, seed, world.data_rank, world.data_ranks, vocabulary)
+        loader = TrainLoader(plan.corpora, resolved.batch, seed, world.data_rank, world.data_ranks, vocabulary, plan)
         module = TrainModule(_initial_model(job, resolved, checkpoint), objective)
     # The engine moves the model to the device, after it has rounded or partitioned it.
     optimizer = build_optimizer(config.optimizer, module)
     with once_per_host():
-        dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
+        dummy = collate(plan.corpora, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(resolved.engine, module, optimizer, world, dummy)
     with fail_together(world):
         copy = build_model(config, vocabulary, resolved.kernels)  # unsharded; no sooner, to need less host memory
@@ -128,9 +160,16 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
         engine.restore(checkpoint, checkpoint.scalars)
         logger.info("resuming after update %d (%s)", progress.update, checkpoint.path)
     with fail_together(world):
-        valid = ValidationSet(data.corpus("valid"), vocabulary, config.batch, world.rank, world.ranks)
-        validator = ModelValidator(replica, objective, data, valid, config.validation, config.search, world)
+        valid = {
+            name: ValidationSet(each.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
+            for name, each in job.sets.items()
+        }
+        validator = ModelValidator(
+            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog
+        )
         data.check_same()  # files that are open now stay those whose hashes were verified
+        for each in job.sets.values():
+            each.check_same()
     with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
         yield Session(
             config=config.training,
@@ -142,7 +181,7 @@ def _session(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, pro
             monitor=CollapseMonitor(
                 config.collapse,
                 2 * config.schedule.warmup_updates,
-                valid,
+                valid[MAIN],
                 replica,
                 objective,
                 world,
@@ -167,7 +206,7 @@ def _newest_checkpoint(job: Job) -> Checkpoint | None:
                 logger.info("checking and reading the newest checkpoint in %s", store.directory)
             found = store.newest()
             if found is not None:
-                check_record(found, job.config, job.data.vocabulary)
+                check_record(found, job.config, job.data.main.vocabulary)
     name = from_main(found.path.name if found is not None else "", world)
     with fail_together(world):
         return Checkpoint(store.directory / name, verify=False) if name and found is None else found
@@ -188,7 +227,7 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     if checkpoint is not None:
         checkpoint.load_into(model)
     elif job.origin is not None:
-        origin = warm_start(model, resolved.config, job.origin, job.data)
+        origin = warm_start(model, resolved.config, job.origin, job.data.main)
         if job.world.is_main:
             write_origin(job.path, origin)
     elif not model.load_pretrained() and not all(parameter.requires_grad for parameter in model.parameters()):
@@ -203,11 +242,11 @@ def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, wor
     count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger.info(
-        "%s parameters%s; %s pairs, %d updates an epoch; %d x %s; %s",
+        "%s parameters%s; %s pairs, %s updates an epoch; %d x %s; %s",
         f"{count:,}",
         "" if trained == count else f", {trained:,} of them trained",
-        f"{len(loader.corpus):,}",
-        loader.updates_per_epoch(),
+        f"{len(loader.corpora):,}",
+        f"{loader.plan.updates_in(0):,}",
         world.ranks,
         world.device.type,
         type(engine).__name__,

@@ -1,7 +1,12 @@
-"""Settings of validation, and the metrics that they choose for the text of a run."""
+"""Settings of validation, and the metrics that they choose for the text of a run.
+
+The validation set of the training data is the main one. Others have names.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -11,6 +16,36 @@ from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import TextForm
+
+MAIN, MEAN = "", "mean"
+"""Names for the validation set of the training data, and for the mean over all sets."""
+LOSSES = ("loss", "nll", "ppl")
+"""Values of every validation set besides metrics."""
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
+
+
+def check_set_name(name: str) -> str:
+    """Return the name of a validation set.
+
+    Raises:
+        ValueError: if it cannot be part of a tag and of a setting, or means something else there.
+    """
+    if not _SET_NAME.fullmatch(name):
+        raise ValueError(f"must have names of letters, digits, - and _, 50 at most, but has {shown(name)}")
+    if name in (MEAN, "auto", *LOSSES, *METRICS):
+        raise ValueError(f"must have names other than those of measures and {MEAN}, but has {shown(name)}")
+    return name
+
+
+def _named_sets(value: object) -> object:
+    """Check names of validation sets, and remove the sets that are null."""
+    if not isinstance(value, dict):
+        return value
+    sets = {check_set_name(str(name)): directory for name, directory in value.items() if directory is not None}
+    for name, directory in sets.items():
+        if directory == "":
+            raise ValueError(f"must have a data directory for each name, but {name} has none")
+    return sets
 
 
 def _known(value: object) -> object:
@@ -33,13 +68,18 @@ class ValidationConfig(Config):
         description=f"metrics of the translated validation set, of {', '.join(METRICS)}; []: it is not translated; "
         "auto: bleu, bleu_tokenised, or both, as the form of the text allows",
     )
+    sets: Annotated[dict[str, str], BeforeValidator(_named_sets)] = Field(
+        default={},
+        description="further validation sets: the data directory of each by its name; null removes one",
+    )
     best_by: str = Field(
         default="auto",
-        description="measure that chooses the best checkpoint: loss or a metric; auto: the first metric, without one "
-        "the loss; of scores equal to two decimals, or BLEU below 1, the one of lower loss",
+        description="measure that chooses the best checkpoint: loss or a metric; of a named set as NAME/METRIC, of "
+        "the mean over all sets as mean/METRIC; auto: the first metric, without one the loss; of scores equal to two "
+        "decimals, or BLEU below 1, the one of lower loss",
     )
     max_sentences: int = Field(
-        default=0, ge=0, description="number of sentences to translate, the first ones; 0: all"
+        default=0, ge=0, description="number of sentences of each set to translate, the first ones; 0: all"
     )
     max_tokens: int = Field(
         default=4096, ge=1, le=MAX_TOKENS, description="batch size of the search: sentences x longest source"
@@ -66,39 +106,62 @@ class ValidationConfig(Config):
     @field_validator("best_by")
     @classmethod
     def _is_measured(cls, best_by: str, info: ValidationInfo) -> str:
-        metrics = info.data.get("metrics", "auto")
-        known = ["auto", "loss", *(METRICS if metrics == "auto" else metrics)]
-        if best_by not in known:
+        if not {"metrics", "sets"} <= info.data.keys():  # they are wrong themselves
+            return best_by
+        metrics, sets = info.data["metrics"], info.data["sets"]
+        measures = ["loss", *(METRICS if metrics == "auto" else metrics)]
+        of, slash, name = best_by.rpartition("/")
+        if slash and name in measures and of in (MEAN, *sets) and sets:
+            return best_by
+        known = ["auto", *measures]
+        if slash or best_by not in known:
+            places = "".join(f", {each}/ followed by a measure" for each in (*sets, MEAN) if sets)
             raise ValueError(
-                f"must be one of {', '.join(known)}, but is {shown(best_by)}"
-                + ("; add it to validation.metrics" if best_by in METRICS else "")
+                f"must be one of {', '.join(known)}{places}, but is {shown(best_by)}"
+                + ("; add it to validation.metrics" if name in METRICS and name not in measures else "")
+                + ("; name another validation set in validation.sets" if slash and not sets else "")
             )
         return best_by
 
-    def chosen(self, text: TextForm) -> tuple[tuple[Metric, ...], Metric | None]:
-        """Return the metrics for a form of text, and the one that chooses the best checkpoint; None for the loss.
+    @property
+    def chooses(self) -> str:
+        """Name of the validation set whose values choose the best checkpoint: MAIN, MEAN, or of a set."""
+        return self.best_by.rpartition("/")[0]
+
+    def located(self) -> ValidationConfig:
+        """Return the settings with absolute paths, so that a run is resumed in any working directory."""
+        sets = {name: str(Path(directory).absolute()) for name, directory in self.sets.items()}
+        return self.model_copy(update={"sets": sets})
+
+    def chosen(self, text: TextForm, of: str = MAIN) -> tuple[tuple[Metric, ...], Metric | None]:
+        """Return the metrics of a validation set, and the one that chooses the best checkpoint; None for the loss.
+
+        Args:
+            text: form of the set's text.
+            of: name of the set.
 
         Raises:
             ConfigError: if the text cannot be brought into the form that a metric requires.
         """
+        where = f"in validation.sets.{of} " if of else ""
         names = AUTO[text.form] if self.metrics == "auto" else self.metrics
         problems = [
-            f"the metric {name} needs {METRICS[name].kind} text, but {reason}; set validation.metrics to others, or "
-            "run `prepare` again with --text and --target-lang"
+            f"the metric {name} needs {METRICS[name].kind} text, but {where}{reason}; set validation.metrics to "
+            "others, or run `prepare` again with --text and --target-lang"
             for name in names
             if (reason := text.problem(METRICS[name].kind))
         ]
-        if self.best_by not in ("auto", "loss", *names):
-            kind = METRICS[self.best_by].kind
+        best = self.best_by.rpartition("/")[2]
+        if self.chooses in (of, MEAN) and best not in ("auto", "loss", *names):
+            kind = METRICS[best].kind
             if reason := text.problem(kind):
                 problems.append(
-                    f"validation.best_by={self.best_by} needs {kind} text, but {reason}; set validation.best_by to "
-                    f"{', '.join(names)} or loss, or run `prepare` again with --text and --target-lang"
+                    f"validation.best_by={self.best_by} needs {kind} text, but {where}{reason}; set "
+                    f"validation.best_by to {', '.join(names)} or loss, or run `prepare` again with --text and "
+                    "--target-lang"
                 )
-            names = (*names, self.best_by)
+            names = (*names, best)
         if problems:
             raise ConfigError(problems)
         metrics = tuple(METRICS[name] for name in dict.fromkeys(names))
-        if self.best_by == "auto":
-            return metrics, next(iter(metrics), None)
-        return metrics, METRICS.get(self.best_by)
+        return metrics, next(iter(metrics), None) if best == "auto" else METRICS.get(best)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean
 
 import torch
 
@@ -14,8 +18,10 @@ from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.evaluate.metrics import Scorer, validation_tag
 from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.run.validation import ValidationConfig
+from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
+from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.precision import packed_weights
 from deepspeed_nmt.search.requests import LineInputs
@@ -26,76 +32,151 @@ from deepspeed_nmt.train.session import Validation
 
 
 class ModelValidator:
-    """Validator of a model by loss and metrics.
+    """Validator of a model by loss and metrics of each validation set.
 
     The weights are gathered once. Then each rank scores and translates its sentences without waiting for other ranks.
 
     Args:
         replica: unsharded copy of the model.
         objective: objective of the run.
-        data: data directory with the raw validation text.
-        validation: validation set in batches.
+        data: data directories with the raw validation text, by name of the set, first that of the training data.
+        validation: validation sets in batches, by the same names.
         config: settings of validation.
         search: the search and its settings.
         world: the ranks.
+        watchdog: records the set that is validated, if there are several.
 
     Raises:
-        ConfigError: if the text of the data cannot be brought into the form that a metric requires.
+        ConfigError: if the text of a set cannot be brought into the form that a metric requires.
     """
 
     def __init__(
         self,
         replica: Replica,
         objective: Objective,
+        data: Mapping[str, DataDirectory],
+        validation: Mapping[str, ValidationSet],
+        config: ValidationConfig,
+        search: SearchConfig,
+        world: World,
+        watchdog: Watchdog,
+    ) -> None:
+        self._replica = replica
+        self._world = world
+        self._watchdog = watchdog
+        main = data[MAIN]
+        self._sets = {
+            name: _MeasuredSet(name, main, each, validation[name], objective, config, search, world)
+            for name, each in data.items()
+        }
+        self._best = config.chosen(main.text_form)[1]
+        self._chooses = config.chooses
+        chosen_by = data if self._chooses == MEAN else {self._chooses: data[self._chooses]}
+        # Scores of other text are not compared. The main set is always the same one.
+        self._of = "" if self._chooses == MAIN else f" of {digest(chosen_by)}"
+
+    def __call__(self, update: int) -> Validation:
+        """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
+        values: dict[str, float] = {}
+        seconds = dict.fromkeys(self._sets, 0.0)
+        with self._replica.at(update) as model:
+            for name, each in self._sets.items():
+                with self._measuring(name, update, seconds):
+                    values |= each.losses(model)
+            translated = {name: each for name, each in self._sets.items() if each.is_translated}
+            if translated:
+                with packed_weights(model, self._world.device):
+                    for name, each in translated.items():
+                        with self._measuring(name, update, seconds):
+                            values |= each.scores(model)
+        if len(seconds) > 1 and self._world.is_main:
+            shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
+            logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
+        return self._judged(values)
+
+    def _judged(self, values: dict[str, float]) -> Validation:
+        """Return the values, with their means if these choose, and the score."""
+        best, of = self._best, self._chooses
+        if of == MEAN:
+            for name in ("loss", *([] if best is None else [best.name])):
+                values[validation_tag(name, MEAN)] = fmean(values[validation_tag(name, each)] for each in self._sets)
+        loss = values[validation_tag("loss", of)]
+        if best is None:  # losses, which are not rounded, decide alone
+            return Validation(values, validation_tag("loss", of) + self._of, -loss, loss, least=math.inf)
+        score = values[validation_tag(best.name, of)] * (1 if best.higher_is_better else -1)
+        return Validation(values, validation_tag(best.name, of) + self._of, score, loss, best.least, best.decimals)
+
+    @contextmanager
+    def _measuring(self, name: str, update: int, seconds: dict[str, float]) -> Iterator[None]:
+        """Add the time of a part of validation to that of its set."""
+        if len(self._sets) > 1:  # each set has the time limit of a validation
+            self._watchdog.at(f"validating on {title(name)} after update {update}", slow=True)
+        started = time.monotonic()
+        yield
+        seconds[name] += time.monotonic() - started
+
+
+class _MeasuredSet:
+    """A validation set and its measures; all ranks measure it together.
+
+    Args:
+        name: name of the set, MAIN for that of the training data.
+        main: data that is trained on.
+        data: data directory with the set's raw text.
+        validation: the set in batches.
+        objective: objective of the run.
+        config: settings of validation.
+        search: the search and its settings.
+        world: the ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        main: DataDirectory,
         data: DataDirectory,
         validation: ValidationSet,
+        objective: Objective,
         config: ValidationConfig,
         search: SearchConfig,
         world: World,
     ) -> None:
-        self._replica = replica
+        self._name = name
         self._objective = objective
         self._validation = validation
-        self._tokenizer = data.tokenizer()
+        self._tokenizer = main.tokenizer()
         self._config = config
         self._search = search
         self._world = world
-        self._max_source_tokens = max(MAX_SOURCE_TOKENS, data.longest_source)
-        valid = data.meta.splits["valid"].source.longest
-        metrics, self._best = config.chosen(data.text_form)
-        if metrics and valid > self._max_source_tokens and world.is_main:
+        self._max_source_tokens = max(MAX_SOURCE_TOKENS, main.longest_source)
+        longest = data.meta.splits[SPLIT].source.longest
+        metrics, _ = config.chosen(data.text_form, name)
+        if metrics and longest > self._max_source_tokens and world.is_main:
             logger.warning(
-                "the validation set has a source line of %s tokens: of lines over %s only the beginning is "
+                "%s has a source line of %s tokens: of lines over %s only the beginning is "
                 "translated; leave them out",
-                f"{valid:,}",
+                title(name),
+                f"{longest:,}",
                 f"{self._max_source_tokens:,}",
             )
-        with data.text("valid", "source").open("rb") as stream:
+        with data.text(SPLIT, "source").open("rb") as stream:
             self._sources = list(text_lines(stream))
-        with data.text("valid", "target").open("rb") as stream:
+        with data.text(SPLIT, "target").open("rb") as stream:
             references = [self._tokenizer.reference(line) for line in text_lines(stream)]
         self._count = min(len(self._sources), config.max_sentences or len(self._sources))
         self._scorer = Scorer(metrics, data.text_form, references[: self._count])
         if world.is_main:
             for metric in metrics:
                 how = data.text_form.how(metric.kind)
-                logger.info("%s: %s%s", validation_tag(metric.name), metric.signature(), how and f"; {how}")
+                logger.info("%s: %s%s", validation_tag(metric.name, name), metric.signature(), how and f"; {how}")
 
-    def __call__(self, update: int) -> Validation:
-        """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
-        with self._replica.at(update) as model:
-            values = self._loss(model)
-            if self._scorer.metrics:
-                with packed_weights(model, self._world.device):
-                    scores = self._scorer(self._translations(model))
-                values |= {validation_tag(name): score for name, score in scores.items()}
-        best, loss = self._best, values[validation_tag("loss")]
-        if best is None:  # losses, which are not rounded, decide alone
-            return Validation(values, validation_tag("loss"), -loss, loss, least=math.inf)
-        score = values[validation_tag(best.name)] * (1 if best.higher_is_better else -1)
-        return Validation(values, validation_tag(best.name), score, loss, best.least, best.decimals)
+    @property
+    def is_translated(self) -> bool:
+        """True if there are metrics."""
+        return bool(self._scorer.metrics)
 
-    def _loss(self, model: TranslationModel) -> dict[str, float]:
+    def losses(self, model: TranslationModel) -> dict[str, float]:
+        """Return loss, NLL and perplexity by tag."""
         sums = {"loss": 0.0, "nll": 0.0, "tokens": 0.0}
         for batch in self._validation.batches():
             with torch.no_grad():
@@ -106,13 +187,13 @@ class ModelValidator:
         total = sum_over_ranks(sums, self._world)
         nll = total["nll"] / total["tokens"]
         return {
-            validation_tag("loss"): total["loss"] / total["tokens"],
-            validation_tag("nll"): nll,
-            validation_tag("ppl"): math.exp(min(nll, 100.0)),
+            validation_tag("loss", self._name): total["loss"] / total["tokens"],
+            validation_tag("nll", self._name): nll,
+            validation_tag("ppl", self._name): math.exp(min(nll, 100.0)),
         }
 
-    def _translations(self, model: TranslationModel) -> list[str]:
-        """Translate the validation set on all ranks, and return all translations on each."""
+    def scores(self, model: TranslationModel) -> dict[str, float]:
+        """Translate the set on all ranks, and return the metrics by tag."""
         # Each rank takes every ranks-th sentence, so that all have similar work; the order is restored below.
         mine = range(self._world.rank, self._count, self._world.ranks)
         translations = translate_lines(
@@ -127,4 +208,5 @@ class ModelValidator:
             inputs=LineInputs(first=self._world.rank, step=self._world.ranks),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
-        return [text for _, text in sorted(gather_lists(pairs, self._world))]
+        hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]
+        return {validation_tag(name, self._name): score for name, score in self._scorer(hypotheses).items()}

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import World

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.data.training import CorpusRecord
 from deepspeed_nmt.engine.base import EngineScalars
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.files import atomic_write_text
@@ -57,6 +58,7 @@ class RunRecord(Config):
         fingerprint: fingerprint of the data.
         longest_source: tokens of the longest source sentence of the data; 0 in older checkpoints.
         text: form of the data's text; None in older checkpoints.
+        corpora: corpora of a mixture; none if there is one corpus.
         vocabulary: files of the vocabulary.
     """
 
@@ -65,6 +67,7 @@ class RunRecord(Config):
     fingerprint: str
     longest_source: int = 0
     text: TextForm | None = None
+    corpora: tuple[CorpusRecord, ...] = ()
     vocabulary: dict[PlainName, FileRecord]
 
 

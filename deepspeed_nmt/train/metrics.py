@@ -2,15 +2,18 @@
 
 Tags:
 
-- ``train/loss``: the objective, per target token (nats).
-- ``train/nll``, ``train/ppl``: negative log-likelihood per target token (nats), and its exponential.
-- ``train/divergence``, ``train/ald``, ...: further sums of the objective, unweighted, per target token.
+- ``train/loss``: the objective, per target token (nats), with the weights of pairs.
+- ``train/nll``, ``train/ppl``: negative log-likelihood per target token (nats), and its exponential, without weights.
+- ``train/divergence``, ``train/ald``, ...: further sums of the objective, without their factors, per target token.
+- ``train/CORPUS/nll``, ``data/CORPUS/share``, ``data/CORPUS/epochs``: of several corpora, the negative log-likelihood
+  per target token of each, its share of the target tokens, and its epochs since the run began.
 - ``train/grad_norm``: norm of the gradient before clipping.
 - ``train/lr``, ``train/loss_scale``: of the last update.
 - ``train/skipped``, ``train/spikes``: number of such updates since the last start.
 - ``train/rollbacks``, ``train/target_tokens``: numbers since the run began.
 - ``valid/loss``, ``valid/nll``, ``valid/ppl``: the same on the validation set.
 - ``valid/bleu``, ``valid/bleu_tokenised``, ...: metrics of the validation set, translated by the run's search.
+- ``valid/SET/loss``, ``valid/SET/bleu``, ...: the same of a validation set with a name, or of ``mean`` over all sets.
 - ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
 - ``collapse/seconds``: duration of the measurement.
@@ -166,8 +169,15 @@ def _before(line: bytes, update: int) -> bool:
 
 
 def _label(tag: str) -> str:
-    """Return the words for a tag on the console: those of ``_SHORT``, or of a metric's tag; "" if it is not shown."""
-    return _SHORT.get(tag, tag.replace("/", " ") if tag.startswith("valid/") else "")
+    """Return the words for a tag on the console: those of ``_SHORT``, or of a metric's tag; "" if it is not shown.
+
+    A value of a validation set with a name has the words for it, and the name.
+    """
+    if tag in _SHORT or not tag.startswith("valid/"):
+        return _SHORT.get(tag, "")
+    of, _, name = tag.removeprefix("valid/").rpartition("/")
+    words = _SHORT.get(f"valid/{name}", f"valid {name}")
+    return words.replace("valid", f"valid {of}", 1) if of else words
 
 
 def _format(tag: str, value: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed_nmt.data.mixture import Phase
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -25,6 +27,7 @@ class Progress:
         retries: number of rollbacks since the run last passed ``failed_at``.
         failed_at: update at which the run failed last; 0 before the first rollback.
         bad_measurements: number of consecutive bad measurements of the collapse monitor.
+        phases: mixtures of corpora that the run was trained on, the last one in force; none for a single corpus.
     """
 
     update: int = 0
@@ -42,3 +45,4 @@ class Progress:
     retries: int = 0
     failed_at: int = 0
     bad_measurements: int = 0
+    phases: tuple[Phase, ...] = ()

@@ -26,7 +26,8 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate
+from deepspeed_nmt.data.loader import TrainLoader, collate
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import MOMENTS, Engine
 from deepspeed_nmt.engine.config import EngineConfig

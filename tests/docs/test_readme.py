@@ -23,6 +23,7 @@ from deepspeed_nmt.cli import module_of
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.recipes import recipes, sweeps
+from deepspeed_nmt.run.validation_sets import given_sets
 from tests.docs.pages import INCLUDE, PAGES, anchors, blocks, prose
 from tests.support import ROOT
 from tests.test_architecture import MAY_IMPORT
@@ -79,7 +80,8 @@ def test_command_is_valid(arguments: list[str]) -> None:
     if getattr(parsed, "sweep", None) is not None:
         assert parsed.sweep in sweeps()
     if getattr(parsed, "recipe", None) not in (None, "R"):
-        load_config(parsed.recipe, settings=settings)
+        sets = {"validation": {"sets": given_sets(getattr(parsed, "valid", []))}}
+        load_config(parsed.recipe, settings=settings, options=sets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -177,7 +179,7 @@ def test_every_tag_is_documented() -> None:
     used = set(re.findall(r'"((?:train|valid|perf|collapse)/[a-z_]+)"', sources))
     assert len(used) > 15
     assert used - documented == set()
-    varying = {"train/divergence", "train/ald", "train/length", "collapse/cross_share/layer_NN"}
+    varying = {"train/divergence", "train/ald", "train/length", "collapse/cross_share/layer_NN", "valid/SET/loss"}
     metrics = {f"valid/{name}" for name in (*METRICS, "loss", "nll", "ppl")}
     assert metrics <= documented
     assert documented - used - varying - metrics - {"train/loss", "train/nll", "train/ppl"} == set()

@@ -86,7 +86,8 @@ def allowed(name: str, annotation: Any, field: FieldInfo | None, tame: bool = Fa
     if origin is tuple:
         return st.lists(allowed(name, inner[0], field if inner[0] is str else None, tame), max_size=3)
     if origin is dict:
-        return st.dictionaries(st.sampled_from(["1-1", "2-1", "deep", "x"]), st.floats(0, 2), max_size=2)
+        values = st.sampled_from(["data", "text", "none", ""]) if inner[1] is str else st.floats(0, 2)
+        return st.dictionaries(st.sampled_from(["1-1", "2-1", "deep", "x"]), values, max_size=2)
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return section(annotation, tame)
     bounds = {kind: value for each in field.metadata if field for kind, value in _bound(each)} if field else {}

@@ -168,6 +168,10 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
         )
     if action.type is Path or action.metavar == "F":
         return paths(action)
+    if action.dest == "valid":
+        return _mostly(
+            st.sampled_from(["x=data", "news=data"]), st.sampled_from(["x", "=data", "loss=data", "x=text"])
+        )
     told = [word.replace(":A", ":0.6") for word in re.findall(r"[\w:.,-]*\w", action.help or "")]
     named = {"recipe": recipes(), "sweep": sweeps(), "gpu": ["v100-32g", "x:1", "x:-1", "x:nan", "x:1e400"]}
     sound = named.get(action.dest, [*told, "400", "200,300"])

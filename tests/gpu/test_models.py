@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_nmt.data.loader import Cursor
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.kernels import backends, trial
 from deepspeed_nmt.kernels.attention import AttentionChoice
 from deepspeed_nmt.kernels.choice import Kernels

@@ -9,7 +9,8 @@ import torch
 
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.kernels.choice import Kernels

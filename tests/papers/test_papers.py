@@ -17,7 +17,8 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
-from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.recipes import load_recipe, recipes, sweeps

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deepspeed_nmt.selftest.models import write_corpus
-from tests.support import ROOT, run_ranks
+from tests.support import ROOT, run_ranks, write_mixture, write_weights
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
@@ -34,6 +32,8 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
+    # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
+    "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
@@ -49,6 +49,8 @@ DEPTHS = {
     "deep_decoder": {"decoder_layers": 2},
     "exits": {"encoder_loops": 2},
 }
+WEIGHTED = ("deep_decoder", "exits")
+"""Methods that are trained on pairs with weights."""
 ALL = [(method, ranks, name) for method, by in ENGINES.items() for ranks, names in by.items() for name in names]
 ALL += [(method, "2x2", name) for method, names in TENSOR.items() for name in names]
 FP32 = [each for each in ALL if ":" not in each[2]]
@@ -63,8 +65,10 @@ Reports = Callable[[str, Ranks], dict[str, Any]]
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """A function that returns the report of each engine, by its name, on a method and a number of ranks."""
-    directory: Path = tmp_path_factory.mktemp("engines")
-    write_corpus(directory)
+    corpora = {weighted: tmp_path_factory.mktemp("engines") for weighted in (False, True)}
+    for corpus in corpora.values():
+        write_mixture(corpus)
+    write_weights(corpora[True])
 
     @cache
     def report(method: str, ranks: Ranks) -> dict[str, Any]:
@@ -73,6 +77,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
         else:
             model = DEPTHS.get(method, {})
             names, count, tensor = (TENSOR[method], 4, 2) if ranks == "2x2" else (["plain"], 1, 1)
+        directory = corpora[method in WEIGHTED]
         out = directory / f"{method}-{ranks}.json"
         worker = [str(ROOT / "tests/parity/engine_worker.py"), str(directory), str(out), method]
         joined = ranks in (3, "2x2")  # The references are not.

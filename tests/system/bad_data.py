@@ -15,8 +15,9 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LossOutput
-from deepspeed_nmt.data.batching import epoch_updates
-from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.mixture import MixtureConfig
+from deepspeed_nmt.data.plans import Cursor, EpochPlan
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 
 UPDATE_TOKENS = 600
@@ -28,10 +29,13 @@ def bad_loss(data: Path, updates: set[int]) -> object:
 
     The updates are numbered by the first epoch. A micro-batch is bad if one of them has all its sentences.
     """
-    corpus = Corpus(data, "train")
-    plan = epoch_updates(corpus.source_lengths, corpus.target_lengths, 1, 0, UPDATE_TOKENS)
-    assert len(plan) > max(updates) + 1
-    bad = [set(plan[update].tolist()) for update in updates]
+    plan = EpochPlan(TrainingData.of(data).corpora(MixtureConfig()), 1, UPDATE_TOKENS)
+    assert plan.updates_in(0) > max(updates) + 1
+    bad = []
+    for update in updates:
+        place = plan.place(Cursor(0, update), update + 1)
+        window = plan.window(place.window)
+        bad.append(set(window.rows[window[place.index]].tolist()))
 
     def call(
         self: LabelSmoothed, model: TranslationModel, passes: object, batch: Batch, divergence: float

@@ -41,11 +41,12 @@ class StateNorm:
 
     def request_passes(self, passes: Passes) -> Callable[[Sequence[Mapping[str, Tensor]]], Tensor]:
         """Request no further pass, and return the function that computes the value from pass 0."""
-        real_BT = passes.batch.target_mask
+        batch = passes.batch
 
         def value(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
             square_BT = states[0][TOP].float().square().mean(dim=2)
-            return (square_BT * real_BT).sum()  # The engine divides by the tokens of the update.
+            # The engine divides by the tokens of the update.
+            return batch.weighted((square_BT * batch.target_mask).sum(dim=1)).sum()
 
         return value
 

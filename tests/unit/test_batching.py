@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepspeed_nmt.data.batching import (
-    BatchConfig,
-    check_lengths,
-    cut_update,
-    epoch_updates,
-    grain_tokens,
-    largest_micro_batch,
-    shares,
-)
+from deepspeed_nmt.data.batching import BatchConfig, cut_update, grain_tokens, shares
+from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.largest import check_lengths, largest_micro_batch
+from deepspeed_nmt.data.plans import tabulated_epoch
 from deepspeed_nmt.errors import ConfigError
+from tests.support import LengthsOnly
 
 
 def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, np.ndarray]:
@@ -27,30 +23,30 @@ def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, 
 
 def test_every_sentence_is_in_exactly_one_update() -> None:
     source, target = lengths(5000)
-    plan = epoch_updates(source, target, seed=1, epoch=0, update_tokens=4096)
-    assert sorted(np.concatenate([plan[u] for u in range(len(plan))])) == list(range(5000))
+    plan = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=4096)
+    assert sorted(plan.rows) == list(range(5000))
 
 
 def test_updates_have_the_requested_size() -> None:
     source, target = lengths(20000)
-    plan = epoch_updates(source, target, seed=1, epoch=0, update_tokens=8192)
-    sizes = np.array([target[plan[u]].sum() for u in range(len(plan) - 1)])
+    plan = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=8192)
+    sizes = np.array([plan.target[plan[u]].sum() for u in range(len(plan) - 1)])
     assert abs(sizes.mean() / 8192 - 1) < 0.02 and sizes.min() > 0.85 * 8192 and sizes.max() < 1.15 * 8192
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     source, target = lengths(2000)
-    first = epoch_updates(source, target, 1, 0, 2048)
-    assert np.array_equal(first.order, epoch_updates(source, target, 1, 0, 2048).order)
-    assert not np.array_equal(first.order, epoch_updates(source, target, 1, 1, 2048).order)
-    assert not np.array_equal(first.order, epoch_updates(source, target, 2, 0, 2048).order)
+    first = tabulated_epoch(source, target, 1, 0, 2048)
+    assert np.array_equal(first.rows, tabulated_epoch(source, target, 1, 0, 2048).rows)
+    assert not np.array_equal(first.rows, tabulated_epoch(source, target, 1, 1, 2048).rows)
+    assert not np.array_equal(first.rows, tabulated_epoch(source, target, 2, 0, 2048).rows)
 
 
 def test_epoch_is_pinned() -> None:
     """A change of these values changes every resumed run. It must be deliberate."""
     source = np.arange(2, 42, dtype=np.int32)
-    plan = epoch_updates(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
-    assert plan[0].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
+    plan = tabulated_epoch(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
+    assert plan.rows[plan[0]].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
 
 
 PINNED_FIRST = [4, 3, 2]
@@ -60,11 +56,11 @@ PINNED_BOUNDS = [0, 3, 8, 11, 15, 27, 29, 31, 34, 40]
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])
 def test_padding_is_below_a_tenth_and_size_within_micro_tokens(update: int, micro: int, ranks: int) -> None:
     source, target = lengths(60000)
-    plan = epoch_updates(source, target, 1, 0, update)
+    plan = tabulated_epoch(source, target, 1, 0, update)
     config = BatchConfig(update_tokens=update, micro_tokens=micro)
     real = padded = 0
     for u in range(0, len(plan) - 1, max(1, len(plan) // 20)):
-        cut = cut_update(plan[u], source, target, ranks, config)
+        cut = cut_update(plan.rows[plan[u]], source, target, ranks, config)
         assert len({len(groups) for groups in cut}) == 1, "every rank makes equally many micro-batches"
         for group in (g for groups in cut for g in groups if len(g)):
             s, t = source[group], target[group]
@@ -76,7 +72,8 @@ def test_padding_is_below_a_tenth_and_size_within_micro_tokens(update: int, micr
 
 def test_micro_batches_hold_the_sentences_of_the_update_for_any_number_of_ranks() -> None:
     source, target = lengths(3000)
-    update = epoch_updates(source, target, 1, 0, 8192)[2]
+    plan = tabulated_epoch(source, target, 1, 0, 8192)
+    update = plan.rows[plan[2]]
     for ranks in (1, 2, 3, 8, 64):
         cut = cut_update(update, source, target, ranks, BatchConfig(update_tokens=8192, micro_tokens=1024))
         assert len(cut) == ranks
@@ -85,7 +82,8 @@ def test_micro_batches_hold_the_sentences_of_the_update_for_any_number_of_ranks(
 
 def test_simultaneous_micro_batches_of_ranks_have_similar_sizes() -> None:
     source, target = lengths(60000)
-    update = epoch_updates(source, target, 1, 0, 32768)[5]
+    plan = tabulated_epoch(source, target, 1, 0, 32768)
+    update = plan.rows[plan[5]]
     cut = cut_update(update, source, target, 4, BatchConfig(update_tokens=32768, micro_tokens=4096))
     for step in zip(*cut, strict=True):
         sizes = [len(g) * max(source[g].max(), target[g].max()) if len(g) else 0 for g in step]
@@ -103,7 +101,7 @@ def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:
     target[41] = 300
     config = BatchConfig(update_tokens=1024, micro_tokens=256)
     with pytest.raises(ConfigError, match=r"micro_tokens must be at least .* pair 42 with 300 tokens, but is 256"):
-        check_lengths(source, target, config)
+        check_lengths(Corpora.of(LengthsOnly(source, target)), config)
     with pytest.raises(ConfigError, match="300 tokens"):
         cut_update(np.arange(100), source, target, 1, config)
 
@@ -130,13 +128,13 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
     def size(group: np.ndarray) -> int:
         return len(group) * int(np.maximum(source[group], target[group]).max()) if len(group) else 0
 
-    plan = epoch_updates(source, target, 1, 0, update_tokens)
-    largest = size(largest_micro_batch(plan, source, target, ranks, config))
+    plan = tabulated_epoch(source, target, 1, 0, update_tokens)
+    largest = size(largest_micro_batch(plan, Corpora.of(LengthsOnly(source, target)), ranks, config))
     seen = []
     for epoch in range(2):
-        plan = epoch_updates(source, target, 1, epoch, update_tokens)
+        plan = tabulated_epoch(source, target, 1, epoch, update_tokens)
         for update in range(len(plan)):
-            cut = cut_update(plan[update], source, target, ranks, config)
+            cut = cut_update(plan.rows[plan[update]], source, target, ranks, config)
             seen += [size(group) for groups in cut for group in groups]
     assert max(seen) <= 1.05 * largest and largest <= micro_tokens
     assert largest <= 1.15 * max(seen), "with small updates the expected size is not larger than theirs"
@@ -144,9 +142,11 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
 
 def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
     target = np.array([10] * 50 + [20] * 25, dtype=np.int32)
-    plan = epoch_updates(target, target, 1, 0, 400)
+    plan = tabulated_epoch(target, target, 1, 0, 400)
     config = BatchConfig(update_tokens=400, micro_tokens=200)
-    assert largest_micro_batch(plan, target, target, 1, config).tolist() == list(range(50, 60))
+    assert largest_micro_batch(plan, Corpora.of(LengthsOnly(target, target)), 1, config).tolist() == list(
+        range(50, 60)
+    )
 
 
 @pytest.mark.parametrize("short", [125, 126, 167, 168, 251, 252])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_nmt.data.loader import Cursor, Update
+from deepspeed_nmt.data.loader import Update
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop

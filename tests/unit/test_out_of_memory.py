@@ -13,7 +13,8 @@ import torch
 from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.loader import Cursor, TrainLoader
+from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.train.out_of_memory import explained, probe

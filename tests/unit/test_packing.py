@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Lengths, cut_update, epoch_updates
+from deepspeed_nmt.data.batching import BatchConfig, Lengths, cut_update
+from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.data.loader import Cursor, TrainLoader, collate_packed
+from deepspeed_nmt.data.loader import TrainLoader, collate_packed
 from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
+from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
 from deepspeed_nmt.run import resolve
 from deepspeed_nmt.run.resolve import resolve_layout
-from tests.support import random_corpus
+from tests.support import planned_epoch, random_corpus
 
 PAD, BOS, EOS = 0, 1, 2
 VOCABULARY = Vocabulary(50)
@@ -35,12 +37,18 @@ def news(count: int, seed: int = 1) -> tuple[Lengths, Lengths]:
     return source.astype(np.int32), target.astype(np.int32)
 
 
+def longest_of(source: Lengths, target: Lengths) -> int:
+    """Return the tokens of the longest sentence."""
+    return int(max(source.max(), target.max()))
+
+
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(32768, 8192, 1), (32768, 4096, 8), (65536, 16384, 1)])
 def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks: int) -> None:
     source, target = news(60000)
     config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
-    plan = epoch_updates(source, target, 1, 0, update)
-    sizes = row_sizes(plan, source, target, ranks, config)
+    plan = planned_epoch(source, target, update)
+    source, target = plan.source, plan.target
+    sizes = row_sizes(plan, longest_of(source, target), ranks, config)
     shapes, real, room = set(), 0, 0
     for number in range(len(plan) - 1):  # the last one is what is left
         cut = pack_update(plan[number], source, target, ranks, config, sizes)
@@ -59,8 +67,9 @@ def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks
 def test_small_updates_and_more_ranks_than_sentences() -> None:
     source, target = news(40)
     config = BatchConfig(update_tokens=100, micro_tokens=200, layout="packed")
-    plan = epoch_updates(source, target, 1, 0, 100)
-    sizes = row_sizes(plan, source, target, 16, config)
+    plan = planned_epoch(source, target, 100)
+    source, target = plan.source, plan.target
+    sizes = row_sizes(plan, longest_of(source, target), 16, config)
     for number in range(len(plan)):
         cut = pack_update(plan[number], source, target, 16, config, sizes)
         found = [part.sentences for parts in cut for part in parts]
@@ -86,8 +95,9 @@ def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side:
 def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
     source, target = news(100)
     config = BatchConfig(update_tokens=1024, micro_tokens=256, layout="packed")
-    plan = epoch_updates(source, target, 1, 0, 1024)
-    sizes = row_sizes(plan, source, target, 1, config)
+    plan = planned_epoch(source, target, 1024)
+    source, target = plan.source, plan.target
+    sizes = row_sizes(plan, longest_of(source, target), 1, config)
     target[41] = 257
     with pytest.raises(ConfigError, match="at least the longest sentence, which has 257 tokens, but is 256"):
         pack_update(np.arange(100), source, target, 1, config, sizes)
@@ -122,8 +132,9 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
     source, target = np.clip(np.rint(drawn), 2, longest).astype(np.int32)
     micro = int(room * max(source.max(), target.max()))
     config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
-    plan = epoch_updates(source, target, 1, 0, update)
-    sizes = row_sizes(plan, source, target, ranks, config)
+    plan = planned_epoch(source, target, update)
+    source, target = plan.source, plan.target
+    sizes = row_sizes(plan, longest_of(source, target), ranks, config)
     positions, counts = {"padded": 0, "packed": 0}, {"padded": 0, "packed": 0}
     for number in range(max(1, min(8, len(plan) - 1))):
         cut = pack_update(plan[number], source, target, ranks, config, sizes)
@@ -149,7 +160,9 @@ def test_uneven_lengths_have_more_shapes(spread: float, noise: float, micro: int
     drawn = np.stack([drawn, drawn * np.exp(rng.normal(0.0, noise, 8000))])
     source, target = np.clip(np.rint(drawn), 2, 1000).astype(np.int32)
     config = BatchConfig(update_tokens=16384, micro_tokens=micro)
-    padded, packed = yields(source, target, config, 1, 4)
+    padded, packed = yields(
+        planned_epoch(source, target, config.update_tokens), longest_of(source, target), config, 4
+    )
     assert packed.empty < min(0.05, padded.empty) and 2 < packed.shapes < 0.25 * padded.shapes
     assert packed.micro_batches < padded.micro_batches
     assert not prefers_padded(padded, packed)
@@ -219,7 +232,9 @@ def test_the_layout_is_decided_by_device_precision_and_model() -> None:
 def test_a_plan_shows_the_yield_of_both_layouts() -> None:
     source, target = news(20000)
     config = BatchConfig(update_tokens=32768, micro_tokens=8192)
-    padded, packed = yields(source, target, config, 1, 2)
+    padded, packed = yields(
+        planned_epoch(source, target, config.update_tokens), longest_of(source, target), config, 2
+    )
     assert padded.empty <= 0.1 and packed.empty < 0.03
     assert packed.shapes <= 2 < padded.shapes
     assert packed.micro_batches < padded.micro_batches and packed.tokens > padded.tokens
@@ -240,13 +255,13 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
 ) -> None:
     corpus = random_corpus(tmp_path, pairs=3000, vocab=50, seed=2)
     batch = BatchConfig(update_tokens=2048, micro_tokens=1024, layout="packed")
-    world = World(0, 1, 0, torch.device("cpu"))
+    world, plan = World(0, 1, 0, torch.device("cpu")), EpochPlan(Corpora.of(corpus), 1, 2048)
     for packed, expected in ((0.3, "padded"), (0.125, "packed")):
         found = [Yield("padded", 2.0, 100.0, 0.1, 9), Yield("packed", 1.0, 100.0, packed, 2)]
         monkeypatch.setattr(resolve, "yields", lambda *_, found=found, **__: found)
         caplog.clear()
         with caplog.at_level("INFO"):
-            assert resolve.less_empty(batch, corpus, 1, world).layout == expected
+            assert resolve.less_empty(batch, plan, world).layout == expected
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
-    assert resolve.less_empty(batch, corpus, 1, world).layout == "packed", "of these lengths, really compared"
+    assert resolve.less_empty(batch, plan, world).layout == "packed", "of these lengths, really compared"

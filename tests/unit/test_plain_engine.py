@@ -10,7 +10,8 @@ import torch
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.data.loader import Cursor, TrainLoader, Update
+from deepspeed_nmt.data.loader import TrainLoader, Update
+from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import EngineScalars
 from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.plain import PlainEngine

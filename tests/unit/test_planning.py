@@ -18,6 +18,7 @@ from deepspeed_nmt.config import RunConfig, load_config
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -336,7 +337,7 @@ def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
-    data = DataDirectory.open(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
+    data = TrainingData.of(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
     config = settings_of("abnet")
     found = layout_yields(config, data, 1)
     assert [each.layout for each in found] == ["padded"]

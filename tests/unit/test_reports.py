@@ -175,6 +175,21 @@ def test_all_runs_of_a_sweep_are_reported_by_one_metric(tmp_path: Path, capsys: 
     assert "no validation bleu is logged by 1, 3" in captured.err
 
 
+def test_a_sweep_is_reported_by_a_measure_of_a_named_validation_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = {"valid_bleu": 20.0, "valid_news/ter": 30.0, "valid_mean/loss": 2.0}  # twice that in the first entry
+    make_run(tmp_path / "1", "model.decoder_layers=1", **logged)
+    make_run(tmp_path / "2", "model.decoder_layers=3", "validation.sets.news=/x", valid_bleu=20.0)
+    words = ["sweep", "deep_decoder_fig1", "--runs", tmp_path, "--out", tmp_path / "x.svg"]
+    for metric, scores in (("news/ter", [30.0, None]), ("mean/loss", [2.0, None]), ("bleu", [40.0, 40.0])):
+        rows = report(capsys, *words, "--metric", metric)[:2]
+        assert [(row["metric"], row["score"]) for row in rows] == [(metric, score) for score in scores]
+    for metric in ("news", "news/x", "a/b/bleu"):
+        assert main(["report", *map(str, words), "--metric", metric]) == 2
+        assert "--metric must be one of loss, bleu, " in capsys.readouterr().err
+
+
 def test_runs_of_other_data_or_validation_are_compared_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +282,27 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(
     assert "| validation chrf, best | 80.00 | - |" in table
     assert main(["report", "runs", str(tmp_path), "--out", str(tmp_path / "x.svg")]) == 2
     assert "RUN must be a directory made by `train`, but" in capsys.readouterr().err
+
+
+def test_runs_are_compared_by_the_measures_of_all_validation_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged = {"valid_news/loss": 1.5, "valid_news/ppl": 4.4, "valid_bleu": 20.0, "valid_news/ter": 60.0}
+    several = make_run(tmp_path / "several", **logged)
+    one = make_run(tmp_path / "one", valid_bleu=21.0)
+    words = ["runs", several, one, "--out", tmp_path / "runs.svg"]
+    first, second = report(capsys, *words)
+    assert first["validation"] == {
+        "bleu": {"last": 20.0, "best": 40.0},
+        "news/loss": {"last": 1.5, "best": 1.5},
+        "news/ter": {"last": 60.0, "best": 60.0},
+    }
+    assert second["validation"].keys() == {"bleu"}
+    assert main(["report", *map(str, words), "--markdown"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert (
+        "| validation news/loss, best | 1.500 | - |" in table and "| validation news/ter, last | 60.00 | - |" in table
+    )
 
 
 def test_a_checkpoint_says_what_the_log_does_not(tmp_path: Path) -> None:

@@ -1,0 +1,302 @@
+"""Mixtures: updates that are drawn from several corpora, each with a share of the target tokens.
+
+Each corpus is a stream of its epochs, one after another, each shuffled anew. The windows of a mixture take the next
+sentences of each stream, as many as its share requires; within a window, sentences of all corpora are divided into
+updates together. What a window takes is a function of its first update alone, so the updates of a mixture are a pure
+function of (corpora, weights, seed, update).
+
+Weights may change at given updates. They may also change when a run is resumed; then a new *phase* begins, in which
+each corpus goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.data.batching import Indices
+from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.plans import Cursor, Place, Plan, window_updates
+from deepspeed_nmt.data.windows import Window
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.registry import Config
+
+_SAMPLED_SEGMENTS = 4
+"""Most segments whose first window stands for the run."""
+
+
+class Weight(Config):
+    """Weight of a corpus in some updates.
+
+    Attributes:
+        value: the weight.
+        first: first update.
+        last: last update; None for all that follow.
+    """
+
+    value: float = Field(gt=0.0, allow_inf_nan=False)
+    first: int = Field(default=1, ge=1)
+    last: int | None = None
+
+    def holds(self, update: int) -> bool:
+        """Return True if it is the weight in an update."""
+        return self.first <= update and (self.last is None or update <= self.last)
+
+    def __str__(self) -> str:
+        when = "" if (self.first, self.last) == (1, None) else f":{self.first}-{self.last or ''}"
+        return f"{self.value:g}{when}"
+
+
+class Stream(Config):
+    """A corpus in a phase.
+
+    Attributes:
+        corpus: what identifies the corpus and its tag.
+        pairs: number of its sentence pairs.
+        tokens: their target tokens; the mean of its segmentations.
+        weights: its weights, in order of updates; none in a phase without the corpus.
+        start: sentences of its stream before the phase.
+    """
+
+    corpus: str
+    pairs: int
+    tokens: float
+    weights: tuple[Weight, ...]
+    start: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Mean target tokens of a sentence."""
+        return self.tokens / self.pairs
+
+
+class Phase(Config):
+    """Updates with one mixture.
+
+    Attributes:
+        first: first update.
+        temperature: of the shares; 0 for the weights alone.
+        streams: the corpora.
+        absent: corpora that the run had before, but not in this phase.
+    """
+
+    first: int
+    temperature: float
+    streams: tuple[Stream, ...]
+    absent: tuple[Stream, ...] = ()
+
+    def same_mixture(self, other: Phase) -> bool:
+        """Return True if the other phase draws from the same corpora with the same shares."""
+        mixtures = [
+            (each.temperature, [(stream.corpus, stream.weights) for stream in each.streams]) for each in (self, other)
+        ]
+        return mixtures[0] == mixtures[1]
+
+
+class MixtureConfig(Config):
+    """Training on several corpora."""
+
+    temperature: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="a corpus' share of the target tokens is its weight times its size to the power of "
+        "1/temperature: 1 is in proportion to the sizes; 0: the weights alone",
+    )
+    tag: Literal["source", "target"] = Field(
+        default="source", description="side in front of which the tag of a corpus stands"
+    )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Updates of a phase with constant shares.
+
+    Attributes:
+        first: first update.
+        end: first update after them; None if there is none.
+        shares: share of the target tokens of each corpus. Shape: (corpora,)
+        starts: sentences of each stream before ``first``. Shape: (corpora,)
+    """
+
+    first: int
+    end: int | None
+    shares: tuple[float, ...]
+    starts: tuple[float, ...]
+
+
+class Shares:
+    """Shares of the corpora in each update of a phase, and their positions.
+
+    Args:
+        phase: the phase.
+        update_tokens: target tokens in one update.
+        max_updates: last update of the run.
+
+    Attributes:
+        segments: the updates, divided where weights change.
+    """
+
+    def __init__(self, phase: Phase, update_tokens: int, max_updates: int) -> None:
+        self.phase = phase
+        self.update_tokens = update_tokens
+        weights = [each for stream in phase.streams for each in stream.weights]
+        changes = {phase.first, *(each.first for each in weights), *(each.last + 1 for each in weights if each.last)}
+        firsts = sorted(change for change in changes if phase.first <= change <= max(max_updates, phase.first))
+        self.segments: list[Segment] = []
+        starts = tuple(float(stream.start) for stream in phase.streams)
+        for first, end in zip(firsts, [*firsts[1:], None], strict=True):
+            self.segments.append(Segment(first, end, self._at(first), starts))
+            if end is not None:
+                starts = self._advanced(self.segments[-1], end)
+
+    def check(self) -> None:
+        """Check that each update has a corpus.
+
+        Raises:
+            ConfigError: if one has none.
+        """
+        for segment in self.segments:
+            if not any(segment.shares):
+                until = "on" if segment.end is None else f"to {segment.end - 1:,}"
+                raise ConfigError(
+                    f"each update must have a corpus, but from update {segment.first:,} {until} no --data has a "
+                    "weight; extend a schedule, as in =1:1- for all updates"
+                )
+
+    def segment(self, update: int) -> int:
+        """Return the number of the segment of an update."""
+        firsts = [segment.first for segment in self.segments]
+        return int(np.searchsorted(firsts, update, side="right")) - 1
+
+    def positions(self, update: int) -> list[int]:
+        """Return the sentences of each stream before an update."""
+        return [int(position) for position in self._advanced(self.segments[self.segment(update)], update)]
+
+    def before(self, segment: Segment, update: int) -> list[int]:
+        """Return the sentences of each stream before an update of a segment, or before the one that follows it."""
+        return [int(position) for position in self._advanced(segment, update)]
+
+    def _advanced(self, segment: Segment, update: int) -> tuple[float, ...]:
+        tokens = (update - segment.first) * self.update_tokens
+        each = zip(segment.starts, segment.shares, self.phase.streams, strict=True)
+        return tuple(start + share * tokens / stream.mean for start, share, stream in each)
+
+    def _at(self, update: int) -> tuple[float, ...]:
+        """Return the share of each corpus in an update; all are 0 if none has a weight."""
+        streams, temperature = self.phase.streams, self.phase.temperature
+        total = sum(stream.tokens for stream in streams)
+        sizes = [(each.tokens / total) ** (1.0 / temperature) if temperature else 1.0 for each in streams]
+        values = [
+            size * next((weight.value for weight in stream.weights if weight.holds(update)), 0.0)
+            for size, stream in zip(sizes, streams, strict=True)
+        ]
+        return tuple(value / (sum(values) or 1.0) for value in values)
+
+
+class MixturePlan(Plan):
+    """Updates of a mixture. An epoch has as many target tokens as all its corpora together.
+
+    Args:
+        corpora: the training text; parts in the order of the phase's streams.
+        seed: seed of the run.
+        update_tokens: target tokens in one update.
+        phase: the phase that the run is in.
+        max_updates: last update of the run, up to which each must have a corpus.
+
+    Raises:
+        ConfigError: if some updates have no corpus, or updates are smaller than sentences.
+    """
+
+    def __init__(self, corpora: Corpora, seed: int, update_tokens: int, phase: Phase, max_updates: int) -> None:
+        super().__init__(corpora, seed, update_tokens)
+        self.shares = Shares(phase, update_tokens, max_updates)
+        self.shares.check()
+        self._total = sum(stream.tokens for stream in phase.streams)
+        longest = max(stream.mean for stream in phase.streams)
+        if update_tokens < longest:
+            raise ConfigError(
+                f"batch.update_tokens must be at least the mean length of the sentences of each --data, "
+                f"{longest:.0f}, but is {update_tokens}; raise it"
+            )
+
+    def updates_in(self, epoch: int) -> int:
+        """Return the number of updates of an epoch, the same for all."""
+        return max(1, round(self._total / self.update_tokens))
+
+    def place(self, cursor: Cursor, number: int) -> Place:
+        """Return the place of an update, which its number in the run decides."""
+        which = self.shares.segment(number)
+        first = self.shares.segments[which].first
+        window, index = divmod(number - first, window_updates(self.update_tokens))
+        return Place((which, window), index)
+
+    def window(self, key: tuple[int, int]) -> Window:
+        """Make a window; its key is the number of its segment, and its own number there."""
+        which, number = key
+        segment, size = self.shares.segments[which], window_updates(self.update_tokens)
+        first = segment.first + number * size
+        stop = first + size if segment.end is None else min(first + size, segment.end)
+        bounds = zip(self.shares.before(segment, first), self.shares.before(segment, stop), strict=True)
+        rows = np.concatenate([self._rows(part, *each) for part, each in enumerate(bounds)])
+        drawn = (self.seed, randomness.Purpose.GRAINS, first)
+        return Window.divided(rows, self.corpora.lengths(rows), stop - first, self.update_tokens, *drawn)
+
+    def sample(self) -> Window:
+        """Return the first window of each of the first segments."""
+        segments = range(min(len(self.shares.segments), _SAMPLED_SEGMENTS))
+        return Window.joined([self.window((which, 0)) for which in segments])
+
+    def epochs(self, cursor: Cursor, number: int) -> list[float]:
+        """Return the epochs of each corpus before an update."""
+        positions = self.shares.positions(number)
+        return [position / len(part) for position, part in zip(positions, self.corpora.parts, strict=True)]
+
+    def _rows(self, part: int, start: int, stop: int) -> Indices:
+        """Return the rows of a piece of a corpus' stream."""
+        corpus = self.corpora.parts[part]
+        found: list[Indices] = [np.empty(0, dtype=np.int64)]
+        for epoch in range(start // len(corpus), -(-stop // len(corpus))):
+            first = epoch * len(corpus)
+            positions = np.arange(max(start, first) - first, min(stop, first + len(corpus)) - first)
+            indices = corpus.shuffled(positions, self.seed, epoch)
+            found.append(self.corpora.rows(part, corpus.segmentation(epoch), indices))
+        return np.concatenate(found)
+
+
+def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int]) -> tuple[Phase, ...]:
+    """Return the phases of a run that goes on with a mixture: those so far, and a new one if the mixture is another.
+
+    Args:
+        phases: so far; the last one is in force.
+        mixture: that the run goes on with, from its first update on; its streams start anew.
+        before: sentences that the run has taken of each corpus before that update.
+    """
+    if phases and phases[-1].same_mixture(mixture):
+        return tuple(phases)
+    known = [*phases[-1].streams, *phases[-1].absent] if phases else []
+    streams = [each.model_copy(update={"start": before.get(each.corpus, 0)}) for each in mixture.streams]
+    now = {each.corpus for each in streams}
+    absent = [
+        each.model_copy(update={"weights": (), "start": before[each.corpus]})
+        for each in known
+        if each.corpus not in now
+    ]
+    return (*phases, mixture.model_copy(update={"streams": tuple(streams), "absent": tuple(absent)}))
+
+
+def taken(phase: Phase, update: int, update_tokens: int) -> dict[str, int]:
+    """Return the sentences that a run has taken of each corpus before an update of its last phase.
+
+    Args:
+        phase: the phase.
+        update: number of the update.
+        update_tokens: target tokens in one update.
+    """
+    positions = Shares(phase, update_tokens, update).positions(update)
+    now = {stream.corpus: position for stream, position in zip(phase.streams, positions, strict=True)}
+    return {**{stream.corpus: stream.start for stream in phase.absent}, **now}

@@ -1,0 +1,201 @@
+"""Plans: which sentences make which update.
+
+A plan is a pure function of (lengths, seed, epoch, update_tokens). It does not depend on GPUs, so a run resumed on
+other hardware makes the same updates. Updates are made window by window, so that a run over tens of millions of pairs
+starts, and resumes anywhere, in seconds:
+
+1. The sentences are shuffled by a permutation that needs no table, and divided into windows of equally many. All
+   windows have equally many updates, so the window of an update is known without making those before it.
+2. A window's sentences are sorted by length and cut into *grains* of about ``grain_tokens`` target tokens. The grains
+   are shuffled, and each update takes the next few. Thus an update is a mixture of lengths, unless it has only one or
+   two grains.
+
+How an update is cut into micro-batches is the matter of :mod:`deepspeed_nmt.data.batching`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_nmt import randomness
+from deepspeed_nmt.data.batching import Indices, Lengths, by_length, grain_tokens
+from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.windows import Window
+
+_WINDOW_UPDATES = 256
+"""Updates in a window, enough to find sentences of nearly equal length in both languages."""
+_WINDOW_TOKENS, _LEAST_UPDATES = 1 << 24, 8
+"""Target tokens of a window from which on it has fewer updates, and the fewest it then has."""
+_SAMPLED_TOKENS, _SAMPLED_WINDOWS = 1 << 22, 8
+"""Target tokens that stand for those of a run, and the most windows with them."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A position in the data: the next update to make.
+
+    Attributes:
+        epoch: number of the epoch, from 0.
+        update: index of the update within the epoch, from 0.
+    """
+
+    epoch: int = 0
+    update: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """An update's place in a plan.
+
+    Attributes:
+        window: key of its window, as :meth:`Plan.window` takes it.
+        index: of the update in the window.
+    """
+
+    window: tuple[int, int]
+    index: int
+
+
+def window_updates(update_tokens: int) -> int:
+    """Compute the number of updates in a window: 256, or fewer if they are so large that a window takes seconds."""
+    return max(_LEAST_UPDATES, min(_WINDOW_UPDATES, _WINDOW_TOKENS // update_tokens))
+
+
+class Plan(ABC):
+    """Which sentences make which update.
+
+    Args:
+        corpora: the training text.
+        seed: seed of the run.
+        update_tokens: target tokens in one update.
+    """
+
+    def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
+        self.corpora = corpora
+        self.seed = seed
+        self.update_tokens = update_tokens
+
+    @abstractmethod
+    def updates_in(self, epoch: int) -> int:
+        """Return the number of updates of an epoch."""
+
+    @abstractmethod
+    def place(self, cursor: Cursor, number: int) -> Place:
+        """Return the place of an update.
+
+        Args:
+            cursor: its position in the data.
+            number: its number in the run, from 1.
+        """
+
+    @abstractmethod
+    def window(self, key: tuple[int, int]) -> Window:
+        """Make a window."""
+
+    @abstractmethod
+    def sample(self) -> Window:
+        """Return updates that stand for those of the whole run, the same at any time."""
+
+    def epochs(self, cursor: Cursor, number: int) -> list[float]:
+        """Return the epochs of each corpus before an update; arguments as of :meth:`place`."""
+        return [cursor.epoch + cursor.update / self.updates_in(cursor.epoch)] * len(self.corpora.parts)
+
+    def after(self, cursor: Cursor) -> Cursor:
+        """Return the position after an update."""
+        if cursor.update + 1 < self.updates_in(cursor.epoch):
+            return Cursor(cursor.epoch, cursor.update + 1)
+        return Cursor(cursor.epoch + 1, 0)
+
+
+class EpochPlan(Plan):
+    """Epochs of one corpus: every sentence is in exactly one update of each."""
+
+    def updates_in(self, epoch: int) -> int:
+        """Return the number of updates of an epoch."""
+        windows, updates = self._shape(epoch)
+        return windows * updates
+
+    def place(self, cursor: Cursor, number: int) -> Place:
+        """Return the place of an update, which its position in the data decides."""
+        _, updates = self._shape(cursor.epoch)
+        return Place((cursor.epoch, cursor.update // updates), cursor.update % updates)
+
+    def window(self, key: tuple[int, int]) -> Window:
+        """Make a window of an epoch; its key is the epoch and its number there."""
+        epoch, number = key
+        windows, updates = self._shape(epoch)
+        part = self.corpora.parts[0]
+        pairs = len(part)
+        positions = np.arange(pairs * number // windows, pairs * (number + 1) // windows)
+        indices = part.shuffled(positions, self.seed, epoch)
+        rows = self.corpora.rows(0, part.segmentation(epoch), indices)
+        drawn = (self.seed, randomness.Purpose.GRAINS, epoch, number)
+        return Window.divided(rows, self.corpora.lengths(rows), updates, self.update_tokens, *drawn)
+
+    def sample(self) -> Window:
+        """Return the first windows: one, or several if they are small."""
+        windows, updates = self._shape(0)
+        number = min(windows, _SAMPLED_WINDOWS, max(1, _SAMPLED_TOKENS // (updates * self.update_tokens)))
+        return Window.joined([self.window((0, each)) for each in range(number)])
+
+    def _shape(self, epoch: int) -> tuple[int, int]:
+        """Return the number of windows of an epoch, and of updates in each."""
+        part = self.corpora.parts[0]
+        updates = part.target_tokens(part.segmentation(epoch)) / self.update_tokens
+        windows = max(1, round(updates / window_updates(self.update_tokens)))
+        return windows, max(1, min(round(updates / windows), len(part) // windows))
+
+
+class TabulatedPlan(Plan):
+    """Epochs of one corpus as older versions planned them, all of an epoch at once, for runs that they began."""
+
+    def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
+        super().__init__(corpora, seed, update_tokens)
+        self._made: tuple[int, Window] | None = None
+
+    def updates_in(self, epoch: int) -> int:
+        """Return the number of updates of an epoch; epochs differ, since grains differ in size."""
+        return len(self.window((epoch, 0)))
+
+    def place(self, cursor: Cursor, number: int) -> Place:
+        """Return the place of an update, which its position in the data decides."""
+        return Place((cursor.epoch, 0), cursor.update)
+
+    def window(self, key: tuple[int, int]) -> Window:
+        """Make a whole epoch; its key is the epoch and 0."""
+        epoch, _ = key
+        if self._made is None or self._made[0] != epoch:
+            chunks = [(source, target) for _, source, target in self.corpora.all_lengths()]
+            source, target = (np.concatenate(side) for side in zip(*chunks, strict=True))
+            self._made = epoch, tabulated_epoch(source, target, self.seed, epoch, self.update_tokens)
+        return self._made[1]
+
+    def sample(self) -> Window:
+        """Return the first epoch."""
+        return self.window((0, 0))
+
+
+def tabulated_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> Window:
+    """Divide all sentences into the updates of an epoch of :class:`TabulatedPlan`."""
+    shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
+    grain = grain_tokens(update_tokens)
+    window_of = (np.cumsum(target[shuffled], dtype=np.int64) - 1) // (_WINDOW_UPDATES * update_tokens)
+    cuts = np.flatnonzero(np.diff(window_of)) + 1
+    pieces: list[Indices] = []
+    sizes: list[Indices] = []
+    for number, window in enumerate(np.split(shuffled, cuts)):
+        window = window[by_length(source[window], target[window])]
+        grain_of = (np.cumsum(target[window], dtype=np.int64) - 1) // grain
+        _, starts, counts = np.unique(grain_of, return_index=True, return_counts=True)
+        drawn = randomness.permutation(len(starts), seed, randomness.Purpose.GRAINS, epoch, number)
+        pieces.extend(window[starts[g] : starts[g] + counts[g]] for g in drawn)
+        sizes.append(counts[drawn])
+    ends = np.cumsum(np.concatenate(sizes))
+    grains_per_update = max(1, update_tokens // grain)
+    inner = ends[grains_per_update - 1 : -1 : grains_per_update]
+    bounds = np.concatenate([[0], inner, ends[-1:]]).astype(np.int64)
+    order = np.concatenate(pieces)
+    return Window(order, source[order], target[order], bounds)

@@ -1,0 +1,277 @@
+"""The data that a run is trained on: one data directory, or several with weights and tags."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from deepspeed_nmt.data.corpora import Corpora, CorpusPart
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
+from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.errors import ConfigError, DataError, shown
+from deepspeed_nmt.registry import Config
+
+_WEIGHT = re.compile(r"([^:]+)(?::(\d+)-(\d*))?")
+_FORM = "DIR, DIR=WEIGHT, DIR=WEIGHT:FIRST-LAST,WEIGHT:FIRST-LAST, each with @TAG or without"
+
+
+class DataOption(NamedTuple):
+    """A value of ``--data``.
+
+    Attributes:
+        path: data directory.
+        weights: weights of its corpus by update.
+        tag: in front of its sentences; None for none.
+    """
+
+    path: Path
+    weights: tuple[Weight, ...] = (Weight(value=1.0),)
+    tag: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DataOption:
+        """Read a value of the form ``DIR[=WEIGHT[:FIRST-LAST],...][@TAG]``.
+
+        A directory whose name contains ``=`` or ``@`` is taken as it is, if it exists.
+
+        Raises:
+            ConfigError: if it has another form, or a weight is not above 0.
+        """
+        if Path(text).is_dir():
+            return cls(Path(text))
+        head, at, tag = text.rpartition("@")
+        if not at or "/" in tag:
+            head, at, tag = text, "", ""
+        path, equals, weights = head.rpartition("=")
+        if not equals or "/" in weights:
+            path, equals, weights = head, "", ""
+        if not path or (at and not tag):
+            raise ConfigError(f"--data must look like {_FORM}, but is {shown(text)}")
+        found = _weights(weights, text) if equals else (Weight(value=1.0),)
+        return cls(Path(path), found, tag or None)
+
+    def __str__(self) -> str:
+        weights = ",".join(map(str, self.weights))
+        return f"{self.path}{'' if weights == '1' else f'={weights}'}{f'@{self.tag}' if self.tag else ''}"
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """A corpus of a run.
+
+    Attributes:
+        name: of the corpus, for the log.
+        directory: its data directory.
+        weights: by update.
+        tag: in front of its sentences; None for none.
+    """
+
+    name: str
+    directory: DataDirectory
+    weights: tuple[Weight, ...]
+    tag: str | None
+
+    @property
+    def identity(self) -> str:
+        """What tells this corpus from others: equal ones give equal sentences."""
+        return f"{self.directory.fingerprint}{f' {self.tag}' if self.tag else ''}"
+
+    def corpus(self, tokenizer: Tokenizer, config: MixtureConfig) -> CorpusPart:
+        """Open the corpus.
+
+        Raises:
+            ConfigError: if its tag is no token of the vocabulary.
+        """
+        source = target = None
+        if self.tag is not None and config.tag == "source":
+            source = tokenizer.symbol("source", self.tag)
+        elif self.tag is not None:
+            target = tokenizer.symbol("target", self.tag)
+        key = int.from_bytes(hashlib.sha256(self.identity.encode()).digest()[:8], "little")
+        return CorpusPart(self.name, tuple(self.directory.training_corpora()), source, target, key)
+
+
+class CorpusRecord(Config):
+    """Record of a corpus in a run.
+
+    Attributes:
+        path: its data directory.
+        fingerprint: fingerprint of the directory.
+        weights: weights by update.
+        tag: in front of its sentences; None for none.
+    """
+
+    path: str
+    fingerprint: str
+    weights: tuple[Weight, ...]
+    tag: str | None = None
+
+
+class TrainingData:
+    """Data directories of a run. The first one gives the vocabulary and the validation set.
+
+    Args:
+        options: data directories with their weights and tags; at least one.
+
+    Raises:
+        DataError: if one is missing or damaged, or their vocabularies or forms of text differ.
+        ConfigError: if a corpus is given twice.
+    """
+
+    def __init__(self, options: Sequence[DataOption]) -> None:
+        self.options = tuple(options)
+        directories = [DataDirectory.open(option.path) for option in options]
+        names = _names([directory.path for directory in directories])
+        self.parts = tuple(
+            DataPart(name, directory, option.weights, option.tag)
+            for name, directory, option in zip(names, directories, options, strict=True)
+        )
+        self._check()
+
+    @classmethod
+    def of(cls, path: Path) -> TrainingData:
+        """Open a single data directory."""
+        return cls([DataOption(path)])
+
+    @property
+    def main(self) -> DataDirectory:
+        """The first data directory, which gives the vocabulary and the validation set."""
+        return self.parts[0].directory
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if updates are drawn from shares of corpora, instead of the epochs of one."""
+        part = self.parts[0]
+        return len(self.parts) > 1 or part.weights != (Weight(value=part.weights[0].value),)
+
+    @property
+    def records(self) -> tuple[CorpusRecord, ...]:
+        """Record of each corpus of a mixture; none for a single corpus as it is."""
+        if not self.is_mixture and self.parts[0].tag is None:
+            return ()
+        return tuple(
+            CorpusRecord(
+                path=str(part.directory.path.resolve()),
+                fingerprint=part.directory.fingerprint,
+                weights=part.weights,
+                tag=part.tag,
+            )
+            for part in self.parts
+        )
+
+    @property
+    def longest_source(self) -> int:
+        """Tokens of the longest source sentence of the training text, without EOS."""
+        return max(part.directory.longest_source + (part.tag is not None) for part in self.parts)
+
+    def corpora(self, config: MixtureConfig) -> Corpora:
+        """Open the training text.
+
+        Raises:
+            ConfigError: if a tag is no token of the vocabulary.
+        """
+        tokenizer = self.main.tokenizer()
+        return Corpora([part.corpus(tokenizer, config) for part in self.parts])
+
+    def phase(self, corpora: Corpora, config: MixtureConfig, first: int) -> Phase:
+        """Return the mixture, from an update on.
+
+        Args:
+            corpora: the training text, as :meth:`corpora` returns it.
+            config: settings of the mixture.
+            first: the update.
+        """
+        streams = tuple(
+            Stream(corpus=part.identity, pairs=len(text), tokens=text.mean_target_tokens, weights=part.weights)
+            for part, text in zip(self.parts, corpora.parts, strict=True)
+        )
+        return Phase(first=first, temperature=config.temperature, streams=streams)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.options))
+
+    def verify_hashes(self) -> None:
+        """Compare the files of all directories with their hashes, which takes seconds per gigabyte.
+
+        Raises:
+            DataError: if files are missing or were changed.
+        """
+        for directory in {part.directory.path: part.directory for part in self.parts}.values():
+            directory.verify_hashes()
+
+    def check_same(self) -> None:
+        """Check that the directories are still those that were opened.
+
+        Raises:
+            DataError: if `prepare` has made another one of the name of one.
+        """
+        for part in self.parts:
+            part.directory.check_same()
+
+    def _check(self) -> None:
+        main = self.main
+        for part in self.parts[1:]:
+            if part.directory.vocabulary != main.vocabulary:
+                raise DataError(
+                    f"all --data must have the same vocabulary, but that of {part.directory.path} is not that of "
+                    f"{main.path}; run `prepare --vocab-from {main.path}` for it"
+                )
+            if part.directory.text_form.form != main.text_form.form:
+                raise DataError(
+                    f"all --data must have text of the same form, but that of {part.directory.path} is "
+                    f"{part.directory.text_form.form} and that of {main.path} is {main.text_form.form}; prepare them "
+                    "alike"
+                )
+        identity, count = Counter(part.identity for part in self.parts).most_common(1)[0]
+        if count > 1:
+            twice = [str(part.directory.path) for part in self.parts if part.identity == identity]
+            raise ConfigError(
+                f"each --data must be another corpus or have another tag, but {' and '.join(twice)} are the same; "
+                "give it once, with a larger weight"
+            )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each directory: its last part, with a number if several have it."""
+    names = [path.resolve().name or "data" for path in paths]
+    return [name if names.count(name) == 1 else f"{name}-{1 + names[:i].count(name)}" for i, name in enumerate(names)]
+
+
+def _weights(text: str, option: str) -> tuple[Weight, ...]:
+    """Read the weights of a ``--data``."""
+    found: list[Weight] = []
+    for piece in text.split(","):
+        matched = _WEIGHT.fullmatch(piece.strip())
+        try:
+            if matched is None:
+                raise ValueError
+            value, first, last = matched.groups()
+            found.append(Weight(value=float(value), first=int(first or 1), last=int(last) if last else None))
+        except ValidationError as error:
+            raise ConfigError(
+                f"a weight of --data must be a number above 0, from an update of 1 or more on, but is {shown(piece)} "
+                f"in {shown(option)}; leave a corpus out of some updates by a schedule such as =1:1-50000"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"--data must look like {_FORM}, but is {shown(option)}") from error
+    found.sort(key=lambda weight: weight.first)
+    for weight, after in zip(found, [*found[1:], None], strict=True):
+        if weight.last is not None and weight.last < weight.first:
+            raise ConfigError(
+                f"a weight of --data must hold from an update to a later one, but {weight} in {shown(option)} "
+                "does not"
+            )
+        if after is not None and (weight.last is None or after.first <= weight.last):
+            raise ConfigError(
+                f"the weights of a --data must follow one another, but update {after.first:,} has both {weight} and "
+                f"{after} in {shown(option)}"
+            )
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""Runs with several validation sets: their values on one and two ranks, the best checkpoint, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+from deepspeed_nmt.api import Translator
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.support import run_ranks
+from tests.system.conftest import SMALL
+
+
+def prepare(text: Path, out: Path, *options: str) -> Path:
+    """Make a data directory whose validation set is the sample's test set."""
+    words = [f"--{split}-{side}" for split in ("train", "valid") for side in ("source", "target")]
+    files = [str(text / f"test.{language}") for _ in range(2) for language in ("en", "de")]
+    given = [each for pair in zip(words, files, strict=True) for each in pair]
+    assert main(["prepare", "--out", str(out), *given, *options]) == 0
+    return out
+
+
+def values_of(run: Path) -> dict[str, float]:
+    """The last values of validation."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found: list[dict[str, Any]] = [line for line in lines if "valid/loss" in line]
+    return {tag: value for tag, value in found[-1].items() if tag.startswith("valid/")}
+
+
+@pytest.fixture(scope="module")
+def news(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the vocabulary of the data, whose text is tokenised."""
+    out = tmp_path_factory.mktemp("news") / "news"
+    return prepare(data.parent / "text", out, "--vocab-from", str(data), "--text", "tokenised")
+
+
+@pytest.fixture(scope="module")
+def validated(data: Path, news: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four updates on two ranks, validated on its own set, on the same one by another name, and on news."""
+    scratch = tmp_path_factory.mktemp("validated")
+    words = ["train", "--data", str(data), "--run", str(scratch / "run"), *SMALL, "engine.name=plain"]
+    words += ["--valid", f"again={data}", "--valid", f"news={news}"]
+    words += ["training.max_updates=4", "validation.best_by=news/bleu_tokenised", "model.dropout=0"]
+    run_ranks(["-m", "deepspeed_nmt", *words], 2, scratch, timeout=120)
+    return scratch / "run"
+
+
+def test_each_set_is_measured_by_the_metrics_of_its_text(data: Path, validated: Path) -> None:
+    values = values_of(validated)
+    losses = {f"valid/{of}{name}" for of in ("", "again/", "news/") for name in ("loss", "nll", "ppl")}
+    assert values.keys() == losses | {"valid/bleu", "valid/again/bleu", "valid/news/bleu_tokenised"}
+    for name in ("loss", "nll", "ppl", "bleu"):
+        assert values[f"valid/again/{name}"] == values[f"valid/{name}"]
+    sides = ((data.parent / "text" / f"test.{language}").read_text().splitlines() for language in ("en", "de"))
+    pairs = list(Translator.open(validated, checkpoint="last").score(*sides))
+    nll = -sum(pair.log_prob for pair in pairs) / sum(len(pair.log_probs) for pair in pairs)
+    assert values["valid/news/nll"] == pytest.approx(nll, rel=1e-5)
+    progress = Checkpoint(validated / "checkpoints" / "update-0000004").progress
+    assert progress.best_by is not None and progress.best_by.startswith("valid/news/bleu_tokenised of ")
+    assert progress.best_loss == values["valid/news/loss"]
+    said = (validated / "logs" / "rank-0.log").read_text()
+    assert "valid/news/bleu_tokenised: nrefs:1|" in said and "valid/again/bleu: nrefs:1|" in said
+    assert " s for the validation set again, " in said and " s for the validation set news\n" in said
+
+
+def test_sets_change_when_a_run_resumes_and_another_measure_begins_anew(
+    news: Path, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(validated, tmp_path / "run")
+    monkeypatch.chdir(news.parent)  # a relative path is one of this start
+    resume = ["train", "--run", str(run), "collapse.every=0", "training.validate_every=1"]
+    changes = ["--valid", "more=news", "validation.sets.again=null", "validation.best_by=mean/loss"]
+    assert main([*resume, *changes, "training.max_updates=5"]) == 0
+    assert " s for the validation set more" in capsys.readouterr().err
+    values = values_of(run)
+    assert values.keys() == {
+        *("valid/loss", "valid/nll", "valid/ppl", "valid/bleu", "valid/mean/loss"),
+        *(f"valid/{of}/{name}" for of in ("news", "more") for name in ("loss", "nll", "ppl", "bleu_tokenised")),
+    }
+    assert values["valid/more/loss"] == values["valid/news/loss"] != values["valid/loss"]
+    assert values["valid/mean/loss"] == fmean(values[f"valid/{of}loss"] for of in ("", "news/", "more/"))
+    progress = Checkpoint(run / "checkpoints" / "update-0000005").progress
+    assert (progress.best_update, progress.best_score) == (5, -values["valid/mean/loss"])
+    by = progress.best_by
+    monkeypatch.chdir(tmp_path)
+    assert main([*resume, "training.max_updates=6", "validation.sets.more=null"]) == 0, "it keeps its other sets"
+    sets = yaml.safe_load((run / "config.yaml").read_text())["validation"]["sets"]
+    assert sets == {"news": str(news)} and "valid/more/loss" not in values_of(run)
+    progress = Checkpoint(run / "checkpoints" / "update-0000006").progress
+    assert progress.best_update == 6 and by is not None
+    assert progress.best_by != by, "means over other sets are not compared"
+    assert main([*resume, "training.max_updates=7", "validation.sets.news=null", "validation.best_by=loss"]) == 0
+    assert values_of(run).keys() == {"valid/loss", "valid/nll", "valid/ppl", "valid/bleu"}
+    assert Checkpoint(run / "checkpoints" / "update-0000007").progress.best_by == "valid/loss"
+
+
+def test_a_set_of_another_vocabulary_or_place_is_refused(
+    data: Path, news: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = prepare(data.parent / "text", tmp_path / "other", "--vocab-size", "300")
+    train = ["train", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]
+    capsys.readouterr()
+    assert main([*train, "--valid", f"x={other}", f"validation.sets.y={tmp_path}/none"]) == 2
+    first, second = [line for line in capsys.readouterr().err.splitlines() if "validation.sets." in line]
+    assert f"validation.sets.x must have the vocabulary of {data}, but {other} has another one; prepare its" in first
+    assert f"validation.sets.y: {tmp_path}/none must be a directory made by `prepare`, but does not exist" in second
+    assert second.endswith("leave it out by validation.sets.y=null")
+    damaged = shutil.copytree(news, tmp_path / "damaged")
+    with (damaged / "valid.target").open("r+b") as stream:
+        stream.write(b"#")
+    assert main([*train, "--valid", f"news={damaged}"]) == 2
+    assert "valid.target has other content than was written" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
