@@ -73,6 +73,19 @@ def test_filters_are_applied_recorded_and_reported(
     assert cli.main([*words, "--unicode", "nfc"]) == EXIT_USER_ERROR
 
 
+def test_workers_change_nothing(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_nmt.data.reading.PIECE_BYTES", 200)
+    words += ["--filters", "web,script", "--unicode", "nfc,drop_control"]
+    words += ["--source-lang", "en", "--target-lang", "de"]
+    made = []
+    for workers in ("1", "3"):
+        words[words.index("--out") + 1] = str(tmp_path / workers)
+        assert cli.main([*words, "--workers", workers]) == 0
+        made.append({path.name: path.read_bytes() for path in (tmp_path / workers).iterdir()})
+    assert made[0] == made[1]
+    assert json.loads(made[0][META_FILE])["removed_examples"]["near_duplicates"] == [list(NOISE[5])]
+
+
 def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> None:
     assert cli.main(words) == 0
     directory = DataDirectory.open(tmp_path / "data")
