@@ -102,13 +102,14 @@ class BpeSampler(Sampler[tuple[tuple[float, ...], tuple[int, ...]]]):
     def __init__(self, processor: Any, pieces: dict[str, int], scores: dict[str, float], dropout: float) -> None:
         super().__init__(processor, pieces)
         self._scores, self._dropout = scores, dropout
+        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def learn(self, word: Word) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the places of all merges, and the probabilities that the first k are made, in ascending order."""
-        parts, places = list(self._text(word)), []
+        parts, places = tuple(self._text(word)), []
         while possible := self._possible(parts):
-            places.append(possible[0][1])
-            _merge(parts, possible[0][1])
+            places.append(possible[0])
+            parts = _merged(parts, possible[0])
         kept = tuple(accumulate([1.0 - self._dropout] * len(places), lambda product, factor: product * factor))
         return kept[::-1], tuple(places)
 
@@ -118,15 +119,15 @@ class BpeSampler(Sampler[tuple[tuple[float, ...], tuple[int, ...]]]):
         number = random.random()
         if not kept or number < kept[0]:
             return word
-        parts = list(self._text(word))
+        parts = tuple(self._text(word))
         for place in places[: len(kept) - bisect_right(kept, number)]:
-            _merge(parts, place)
+            parts = _merged(parts, place)
         possible = self._possible(parts)[1:]
         while True:
-            chosen = next((place for _, place in possible if random.random() >= self._dropout), None)
+            chosen = next((place for place in possible if random.random() >= self._dropout), None)
             if chosen is None:
                 break
-            _merge(parts, chosen)
+            parts = _merged(parts, chosen)
             possible = self._possible(parts)
         numbers = [self._numbers.get(part, -1) for part in parts]
         return word if -1 in numbers else numbers
@@ -134,18 +135,20 @@ class BpeSampler(Sampler[tuple[tuple[float, ...], tuple[int, ...]]]):
     def _text(self, word: Word) -> str:
         return "".join(map(self._texts.__getitem__, word))
 
-    def _possible(self, parts: Sequence[str]) -> list[tuple[float, int]]:
-        """Return the possible merges of a word, the first one first, as (minus its score, its place)."""
-        score_of = self._scores.get
-        scored = enumerate(map(score_of, map(add, parts, parts[1:])))
-        found = [(-score, place) for place, score in scored if score is not None]
-        if len(found) > 1:
-            found.sort()
+    def _possible(self, parts: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the places of the possible merges of a word, that of the first one first."""
+        found = self._known.get(parts)
+        if found is None:
+            if len(self._known) >= _CACHED_WORDS:
+                self._known.clear()
+            scored = enumerate(map(self._scores.get, map(add, parts, parts[1:])))
+            ordered = sorted((-score, place) for place, score in scored if score is not None)
+            found = self._known[parts] = tuple(place for _, place in ordered)
         return found
 
 
-def _merge(parts: list[str], place: int) -> None:
-    parts[place] += parts.pop(place + 1)
+def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
+    return (*parts[:place], parts[place] + parts[place + 1], *parts[place + 2 :])
 
 
 class UnigramSampler(Sampler[tuple[list[float], list[Word]]]):
