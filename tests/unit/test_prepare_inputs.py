@@ -228,6 +228,17 @@ def test_any_number_of_workers_makes_the_same_directory(
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_the_lines_that_are_decoded_do_not_depend_on_pieces(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts |= _noisy(tmp_path)
+    monkeypatch.setattr("deepspeed_nmt.data.round_trip.SAMPLE_LINES", 60)
+    whole = _prepare(texts)
+    assert 40 < whole.round_trips["train.target"].lines < 80
+    monkeypatch.setattr(reading, "PIECE_BYTES", 200)
+    assert _prepare(texts, out=tmp_path / "pieces").round_trips == whole.round_trips
+
+
 def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) -> None:
     plain = _prepare(texts, out=tmp_path / "plain")
     assert Corpus(tmp_path / "plain", "train").weights is None
