@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.commands.prepare_cleaning import removals, removed_examples, repairs
+from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
 from deepspeed_nmt.commands.prepare_inputs import add_inputs
 from deepspeed_nmt.commands.prepare_vocabulary import add_vocabulary_arguments, describe_vocabulary
 
@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{side}-lang", metavar="L", help=f"language code of the {side}, for example de; Moses' rules need it"
         )
+    add_vocabulary_arguments(parser)
+    add_cleaning_options(parser)
     parser.add_argument(
         "--workers", "--threads", type=int, metavar="N",
         help="number of processes that clean and encode; the result is the same for any (default: all cores)",
@@ -54,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a data directory made from other text or options"
     )
-    add_vocabulary_arguments(parser)
-    add_cleaning_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
