@@ -125,6 +125,18 @@ class LayerStack(nn.Module):
                 states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]
 
+    def cache_source(self, context: Context, caches: Sequence[LayerCache]) -> None:
+        """Cache the source's keys and values of each layer before the first step.
+
+        Args:
+            context: input that all layers share.
+            caches: one for each application.
+        """
+        for index, cache in dict(zip(self.order.indices, caches, strict=True)).items():
+            projected = self.layers[index].project_source(context)
+            if projected is not None:
+                cache.source.write(projected)
+
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
         """Return the contexts of the layers that are applied several times, by index.
 
