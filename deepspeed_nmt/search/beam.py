@@ -34,6 +34,7 @@ from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_defa
 from deepspeed_nmt.search.extensions import Extensions, best_extensions, survivors
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
 from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
+from deepspeed_nmt.search.static_beam import StaticBeamSearch, gpu_search
 
 
 class BeamSettings(LeftToRightSettings):
@@ -74,15 +75,20 @@ class BeamSearch:
         config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
         vocabulary: special tokens.
+        static: True to search in steps of constant sizes, if the model has such; False not to; None: on a GPU only.
     """
 
-    def __init__(self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary, static: bool | None = None
+    ) -> None:
         self.config = config
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
         never = {vocabulary.pad, vocabulary.bos, *(() if model.mask is None else (model.mask,))}
         self._never = sorted(never)
+        self._static = static
+        self._in_static_steps: StaticBeamSearch | None = None
 
     @torch.inference_mode()
     def search(
@@ -101,6 +107,8 @@ class BeamSearch:
             return []
         requests = or_default(requests, source_BS.shape[0])
         limits = self._limits(source_BS, requests)
+        if (search := self._static_search(source_BS.device)) is not None:
+            return [self._best(hypotheses) for hypotheses in search.search(source_BS, padded, requests, limits)]
         rules = TokenRules.of(self.config, self.vocabulary, requests, source_BS.device)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
         numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
@@ -131,6 +139,16 @@ class BeamSearch:
             live, rows_R = self._survivors(live, extensions, kept_B)
             cache.select(rows_R, kept_B)
         return [self._best(hypotheses) for hypotheses in finished]
+
+    def _static_search(self, device: torch.device) -> StaticBeamSearch | None:
+        """Return the search in steps of constant sizes, if it is to be used on this device."""
+        wanted = device.type == "cuda" if self._static is None else self._static
+        if not wanted or not StaticBeamSearch.serves(self.model):
+            return None
+        if self._in_static_steps is None or self._in_static_steps.device != device:
+            arguments = (self.config, self.config.beam, self.penalty, self.model, self.vocabulary, device)
+            self._in_static_steps = gpu_search(*arguments)
+        return self._in_static_steps
 
     def _limits(self, source_BS: Tensor, requests: Sequence[Request]) -> list[int]:
         """Compute the most tokens that each translation may have, EOS included."""
