@@ -42,7 +42,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
 from deepspeed_nmt.nn.cache import KeysValues, LayerCache
-from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.sublayer import Dropout
 from deepspeed_nmt.registry import SelfTest
 
@@ -112,8 +112,8 @@ class MixtureLayer(nn.Module):
 
     def project_source(self, context: Context) -> KeysValues | None:
         """Project the mixture for all steps of a search."""
-        projected: KeysValues | None = self.layer.project_source(self._context(context))
-        return projected
+        assert isinstance(self.layer, CrossAttending)
+        return self.layer.project_source(self._context(context))
 
     def _context(self, context: Context) -> Context:
         """Return the context with this layer's mixture."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, CrossAttending
 
 
@@ -133,7 +134,8 @@ class LayerStack(nn.Module):
             caches: one for each application.
         """
         for index, cache in dict(zip(self.order.indices, caches, strict=True)).items():
-            projected = self.layers[index].project_source(context)
+            layer: Any = self.layers[index]
+            projected: KeysValues | None = layer.project_source(context)
             if projected is not None:
                 cache.source.write(projected)
 

@@ -110,7 +110,7 @@ class CudaGraphs:
         """
         with torch.cuda.device(self._device):
             if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):

@@ -187,7 +187,7 @@ class StaticBeamSearch:
         if values.device.type != "cuda":
             return _Question(values.clone(), None, step)
         answer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        arrival = torch.cuda.Event()
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
         return _Question(answer, arrival, step)
 

@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.linear import pack_weights
 from deepspeed_nmt.nn.static_cache import Bucket, Store
-from deepspeed_nmt.search import SEARCHES, Hypothesis, beam
+from deepspeed_nmt.search import SEARCHES, Hypothesis, beam, replay
 from deepspeed_nmt.search.base import Request
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.ensemble import Ensemble
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
 
 
 def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 class Static:
@@ -106,6 +106,7 @@ def static(monkeypatch: pytest.MonkeyPatch) -> Iterator[Static]:
     """Have searches with ``static=True`` record steps of tiny buckets."""
     made = Static()
     monkeypatch.setattr(beam, "gpu_search", made.make)
+    monkeypatch.setattr(replay, "WARM_UP", 1)
     yield made
 
 
@@ -149,14 +150,15 @@ def assert_same(found: Sequence[Sequence[Hypothesis]], expected: Sequence[Sequen
 @pytest.mark.parametrize("method", LEFT_TO_RIGHT)
 def test_it_finds_what_beam_search_finds(method: str, settings: dict[str, Any], static: Static) -> None:
     torch.manual_seed(3)
-    model = sharpened(build_model(settings_of(method), VOCABULARY), end=7.0)
+    # The logits of random BERTs are small.
+    model = sharpened(build_model(settings_of(method), VOCABULARY), end=0.0 if method == "berts" else 4.0)
     name = "deep_shallow" if settings_of(method).model.named_exits else "beam"
     config = SEARCHES[name].config.model_validate({**settings, "max_length_extra": 4})
     expected, found = (SEARCHES[name].build(config, model, VOCABULARY) for _ in range(2))
     for search in [found] if isinstance(found, BeamSearch) else found.searches:
         search._static = True
     requests = PREFIXES if settings["beam"] > 1 else None
-    for seed, lengths in enumerate([[9, 3, 6, 6, 2, 12, 4, 3], [15, 14, 13, 2, 3, 4, 5, 6]]):
+    for seed, lengths in enumerate([[4, 3, 3, 4, 2, 4, 4, 3], [10, 9, 3, 5, 2, 12, 5, 6]]):
         source_BS = sources(lengths, VOCABULARY.size, seed)
         with torch.no_grad():
             assert_same(found.search(source_BS, True, requests), expected.search(source_BS, True, requests))
