@@ -22,8 +22,8 @@ Record = Callable[[Callable[[], object]], Replay]
 MOST_GRAPHS = 128
 """Most recorded steps that are kept; a graph of 54 layers needs some megabytes."""
 WARM_UP = 3
-"""Steps that run before one of these sizes is recorded: kernels and libraries prepare themselves, and sizes that
-occur only a few times are not worth it."""
+"""Steps that run before one of their sizes is recorded. They prepare kernels, and what is made when it is first used;
+and a recording costs as much as some steps, which sizes that occur less often would not save."""
 
 
 class Replays:
@@ -57,6 +57,7 @@ class Replays:
         if addresses != self._addresses:
             self._addresses = addresses
             self._recorded.clear()
+            self._ran.clear()
 
     def run(self, key: Hashable) -> None:
         """Run the step.

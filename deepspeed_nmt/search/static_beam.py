@@ -26,6 +26,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.nn.linear import UsesPackedWeights
 from deepspeed_nmt.nn.static_cache import StaticAncestry, Store
 from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -153,13 +154,13 @@ class StaticBeamSearch:
         ahead = min(last, source_BS.shape[1])
         prefixes = [request.prefix for request in requests]
         step.begin(self._model.encode(source_BS, padded), limits, prefixes, pacing.least_positions, ahead)
-        parameters = hash(tuple(parameter.data_ptr() for parameter in self._model.parameters()))
+        weights = _addresses(self._model)
         while started < last:
             if started == step.bucket.positions:
                 logged.append(self._read_log(first, started, numbers))
                 first = started
                 step.move(positions_of_bucket(started + 1, pacing.least_positions), None)
-            self.replays.at((self._store.moves, parameters))
+            self.replays.at((self._store.moves, *weights))
             self.replays.run(step.key)
             started += 1
             if question is None and started % pacing.every == 0:
@@ -220,6 +221,12 @@ class StaticBeamSearch:
             score = log_prob / self._penalty(length + 1)
             found[sentence].append(Hypothesis(tokens[:length].tolist(), score, log_prob))
         return found
+
+
+def _addresses(model: DecodableModel) -> tuple[object, ...]:
+    """Return a key that differs if weights have moved, or are joined anew."""
+    joined = {module.packed for module in model.modules() if isinstance(module, UsesPackedWeights)}
+    return hash(tuple(parameter.data_ptr() for parameter in model.parameters())), frozenset(joined)
 
 
 def gpu_search(

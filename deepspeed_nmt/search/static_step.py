@@ -1,8 +1,9 @@
 """One step of beam search as a function of tensors of constant sizes.
 
 The state of a batch of sentences is in tensors of a *bucket*: a number of sentences, source positions and target
-positions that is rounded up. A step reads and writes these tensors, and nothing else: it never waits for the device.
-What the host needs, it reads later: a flag for each sentence, and the log, in which each step writes
+positions that is rounded up. Copies of a sentence fill it. A step reads and writes these tensors, and nothing else: it
+never waits for the device. What the host needs, it reads later: a flag for each sentence, and the log, in which each
+step writes
 
 - the token and the parent of each hypothesis that lives on,
 - the log-probability and the parent of each hypothesis that finishes.
@@ -62,7 +63,7 @@ class StaticStep:
 
     Attributes:
         bucket: sizes of the state.
-        done_B: True for sentences that are done, for those that fill the bucket from the first step on.
+        done_B: True for sentences that are done.
         log: of the steps in this bucket; int32 (4,L,B,K). Log-probabilities are fp32.
     """
 
@@ -117,10 +118,9 @@ class StaticStep:
         self._resize(bucket)
         self._ancestry.begin(bucket)
         self._limit_B = self._empty("limit", torch.long, filled)
-        self._limit_B.copy_(self._upload([*limits, *[0] * (filled - sentences)]))
+        self._limit_B.copy_(self._upload([*limits, *[limits[0]] * (filled - sentences)]))
         self._finished_B = self._empty("finished", torch.long, filled)
         self.done_B = self._empty("done", torch.bool, filled)
-        self.done_B.copy_(self._limit_B <= 0)
         self._token_BK = self._empty("token", torch.long, filled, beam).fill_(eos)
         # A sentence has one hypothesis at first; the other places have none.
         self._log_prob_BK = self._empty("log_prob", torch.float32, filled, beam).fill_(-torch.inf)
@@ -131,7 +131,7 @@ class StaticStep:
         self._history_BKL = None
         if self._rules.ngram:
             self._history_BKL = self._empty("history", torch.long, filled, beam, bucket.positions)
-        self._set_prefixes(prefixes, filled)
+        self._set_prefixes(prefixes, filled, least)
         self._cache.begin()
         self._model.cache_source(memory, self._cache)
 
@@ -150,8 +150,6 @@ class StaticStep:
         self._resize(Bucket(sentences, self.bucket.source, positions))
         self._ancestry.move(self.bucket, kept_B)
         self._limit_B = self._moved("limit", self._limit_B, sentences, kept_B)
-        if kept is not None:
-            self._limit_B[len(kept) :] = 0
         self._finished_B = self._moved("finished", self._finished_B, sentences, kept_B)
         self.done_B = self._moved("done", self.done_B, sentences, kept_B)
         self._token_BK = self._moved("token", self._token_BK, sentences, kept_B)
@@ -209,11 +207,11 @@ class StaticStep:
         self.bucket = bucket
         self.log = self._store.view(self, "log", (4, bucket.positions, bucket.sentences, self._beam), torch.int32)
 
-    def _set_prefixes(self, prefixes: Sequence[Sequence[int]], filled: int) -> None:
+    def _set_prefixes(self, prefixes: Sequence[Sequence[int]], filled: int, least: int) -> None:
         self._prefix_BL = None
         longest = max(map(len, prefixes), default=0)
         if longest > 0:
-            length = positions_of_bucket(longest)
+            length = positions_of_bucket(longest, least)
             rows = [[*prefix, *[-1] * (length - len(prefix))] for prefix in prefixes]
             self._prefix_BL = self._empty("prefix", torch.long, filled, length).fill_(-1)
             self._prefix_BL[: len(rows)] = self._upload(rows)

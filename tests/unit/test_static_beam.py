@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +23,9 @@ from deepspeed_nmt.search import SEARCHES, Hypothesis, beam, replay
 from deepspeed_nmt.search.base import Request
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.ensemble import Ensemble
+from deepspeed_nmt.search.precision import join_weights
 from deepspeed_nmt.search.replay import WARM_UP, Replays
+from deepspeed_nmt.search.rules import StaticRules, TokenRules
 from deepspeed_nmt.search.static_beam import Pacing, StaticBeamSearch
 from deepspeed_nmt.search.static_step import positions_of_bucket, sentences_of_bucket
 from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
@@ -32,7 +34,9 @@ PAD, BOS, EOS = 0, 1, 2
 CPU = torch.device("cpu")
 LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.left_to_right]
 RULES = {"min_length": 4, "no_repeat_ngram": 2, "suppress_unknown": True, "suppress_tokens": (7, 8)}
-PREFIXES = [Request(line, prefix) for line, prefix in enumerate([(), (5, 7), (9,), (), (20, 20, 20), (6,), (), ()])]
+PREFIXES = [
+    Request(line, prefix) for line, prefix in enumerate([(), (5, 7), (9,), (), (20, 21, 20, 22), (6,), (), ()])
+]
 TINY = Pacing(every=2, lag=1, least_positions=4)
 
 
@@ -169,16 +173,20 @@ def test_it_finds_what_beam_search_finds(method: str, settings: dict[str, Any], 
 
 @pytest.mark.parametrize("pacing", [(1, 0), (1, 3), (3, 0), (4, 1), (5, 9), (50, 0)], ids=str)
 def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) -> None:
-    static.pacing = Pacing(*pacing, least_positions=4)
-    expected, found = pair_of(transformer(2), beam=3, max_length_ratio=2.0)
+    model, settings = transformer(2), {"beam": 3, "max_length_extra": 20}
     source_BS = sources([13, 2, 7, 7, 1, 5, 10, 3, 12, 4, 4])
+    static.pacing = Pacing(1, 0, least_positions=4)
+    expected, at_once = pair_of(model, **settings)
+    assert_same(at_once.search(source_BS), expected.search(source_BS))
+    sentences = [bucket.sentences for bucket in static.buckets]
+    assert sentences == sorted(sentences, reverse=True) and len(set(sentences)) > 3
+    static.buckets.clear()
+    static.pacing = Pacing(*pacing, least_positions=4)
+    _, found = pair_of(model, **settings)
     assert_same(found.search(source_BS), expected.search(source_BS))
-    ends = [len(one) for one in static.buckets]
-    assert len(ends) <= 2 * 13 + 10
-    if pacing == (1, 0):
-        sentences = [bucket.sentences for bucket in static.buckets]
-        assert sentences == sorted(sentences, reverse=True) and len(set(sentences)) > 3
-    if pacing == (50, 0):
+    (every, lag), needed, limit = pacing, len(sentences), int(1.5 * 13) + 20
+    assert min(needed + lag, limit) <= len(static.buckets) <= min(needed + every - 1 + lag, limit)
+    if every == 50:
         assert {bucket.sentences for bucket in static.buckets} == {12}, "nobody asked"
 
 
@@ -203,16 +211,13 @@ def test_a_batch_after_one_with_numbers_that_are_not_finite(static: Static) -> N
     model = transformer(1)
     expected, found = pair_of(model, beam=2)
     source_BS = sources([9, 4, 6])
-    weight = model.projection.weight.detach().clone()
-    embedding = model.get_submodule("target_embedding")
-    known = embedding.weight.detach().clone()  # type: ignore[union-attr,operator]
+    known = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
-        embedding.weight.fill_(torch.nan)  # type: ignore[union-attr,operator]
+        for weight in model.parameters():
+            weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="NaN"):
-        found.search(source_BS)
-    with torch.no_grad():
-        embedding.weight.copy_(known)  # type: ignore[union-attr,operator]
-        model.projection.weight.copy_(weight)
+        found.search(sources([12, 12, 12]))
+    model.load_state_dict(known)
     assert_same(found.search(source_BS), expected.search(source_BS))
 
 
@@ -225,12 +230,37 @@ def test_an_ensemble(weights: list[float] | None, static: Static) -> None:
     assert static.recorder.replayed
 
 
-def test_an_exit_and_packed_weights(static: Static) -> None:
-    model = transformer(3, decoder_layers=3).at_exit("1-2")
-    pack_weights(model)
+@pytest.mark.parametrize("prepare", [pack_weights, join_weights])
+@pytest.mark.parametrize(("norm", "activation"), [("pre", "relu"), ("deepnorm", "gelu")])
+def test_an_exit_with_other_weights(
+    norm: str, activation: str, prepare: Callable[[nn.Module], None], static: Static
+) -> None:
+    model = transformer(3, decoder_layers=3, norm=norm, activation=activation).at_exit("1-2")
     expected, found = pair_of(model, beam=3)
     source_BS = sources([9, 3, 6, 12, 4])
-    assert_same(found.search(source_BS), expected.search(source_BS))
+    plain = expected.search(source_BS)
+    assert_same(found.search(source_BS), plain)
+    assert static.recorder.replayed
+    prepare(model)
+    assert_same(found.search(source_BS), plain)
+    assert_same(expected.search(source_BS), plain)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "self_attention" in name:
+                weight.mul_(1.5)
+    prepare(model)
+    changed = expected.search(source_BS)
+    assert [one[0].tokens for one in changed] != [one[0].tokens for one in plain]
+    assert_same(found.search(source_BS), changed)
+
+
+def test_in_16_bit_scores_are_nearly_the_same(static: Static) -> None:
+    model = transformer(1)
+    expected, found = pair_of(model, beam=2)
+    source_BS = sources([9, 3, 6, 12, 4])
+    best = [one[0].score for one in expected.search(source_BS)]
+    join_weights(model.to(torch.bfloat16))
+    assert [one[0].score for one in found.search(source_BS)] == pytest.approx(best, rel=0.1, abs=0.3)
     assert static.recorder.replayed
 
 
@@ -257,6 +287,28 @@ def test_models_without_static_caches_are_searched_as_before(static: Static) -> 
     assert not static.searches, "a CPU has the growing cache"
 
 
+@pytest.mark.parametrize("ngram", [0, 1, 3])
+def test_rules_at_a_position_are_those_of_the_tokens_before(ngram: int) -> None:
+    settings = {"min_length": 3, "no_repeat_ngram": ngram, "suppress_tokens": (7, 8)}
+    config, vocabulary = BeamConfig.model_validate(settings), Vocabulary(12)
+    requests = [Request(0, (4, 5, 6, 4)), Request(1, ()), Request(2, (9,))]
+    rules, static = TokenRules.of(config, vocabulary, requests, CPU), StaticRules(config, vocabulary, CPU)
+    prefix_BL = torch.tensor([[4, 5, 6, 4], [-1] * 4, [9, -1, -1, -1]])
+    generator = torch.Generator().manual_seed(ngram)
+    changed = 0
+    for length in [0, 1, 2, 3, 4, 7, 8] * 20:
+        logits_RV = torch.randn(6, 12, generator=generator)
+        history_RL = torch.randint(0, 6, (6, 8), generator=generator)
+        found, expected = logits_RV.clone(), logits_RV.clone()
+        tokens_RT = torch.cat([torch.full((6, 1), BOS), history_RL[:, :length]], dim=1)
+        assert rules is not None
+        rules.apply(expected, tokens_RT, range(3))
+        static.apply_at(found, torch.tensor([length]), history_RL if ngram else None, prefix_BL)
+        assert torch.equal(found, expected)
+        changed += not torch.equal(found, logits_RV)
+    assert changed == 140
+
+
 def test_buckets() -> None:
     assert [sentences_of_bucket(count) for count in (1, 2, 3, 4, 5, 7, 9, 33, 200)] == [1, 2, 3, 4, 6, 8, 12, 48, 256]
     for count in range(8, 300):
@@ -277,8 +329,12 @@ def test_steps_are_recorded_once_for_each_key_and_dropped_when_tensors_move() ->
         replays.run("a")
     assert log == ["step"] * WARM_UP + ["recorded", "replay 0", "replay 0"]
     replays.at(1)
+    for _ in range(WARM_UP + 1):
+        replays.run("a")
+    assert log[-WARM_UP - 2 :] == ["step"] * WARM_UP + ["recorded", "replay 1"]
+    replays.at(1)
     replays.run("a")
-    assert log[-2:] == ["recorded", "replay 1"]
+    assert log[-1] == "replay 1"
     for key in "bc":
         for _ in range(WARM_UP + 1):
             replays.run(key)
