@@ -34,7 +34,7 @@ from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_defa
 from deepspeed_nmt.search.extensions import Extensions, best_extensions, survivors
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
 from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
-from deepspeed_nmt.search.static_beam import StaticBeamSearch, gpu_search
+from deepspeed_nmt.search.static_beam import StaticBeamSearch, static_search
 
 
 class BeamSettings(LeftToRightSettings):
@@ -51,6 +51,10 @@ class BeamConfig(BeamSettings):
     """Beam search with one model."""
 
     name: Literal["beam"] = "beam"
+
+
+Steps = Literal["auto", "growing", "static", "graphs"]
+"""A way to take the steps of a search; see :class:`BeamSearch`."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,12 @@ class BeamSearch:
         config: settings.
         model: A model, which must be in eval mode when :meth:`search` is called.
         vocabulary: special tokens.
-        static: True to search in steps of constant sizes, if the model has such; False not to; None: on a GPU only.
+        steps: "growing" for a cache that grows with each step; "static" for steps of constant sizes, and "graphs" for
+            their CUDA graphs, if the model has such; "auto" for graphs on a GPU, and a growing cache on a CPU.
     """
 
     def __init__(
-        self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary, static: bool | None = None
+        self, config: BeamSettings, model: DecodableModel, vocabulary: Vocabulary, steps: Steps = "auto"
     ) -> None:
         self.config = config
         self.model = model
@@ -87,8 +92,8 @@ class BeamSearch:
         self.penalty = LengthPenalty.parse(config.length_penalty)
         never = {vocabulary.pad, vocabulary.bos, *(() if model.mask is None else (model.mask,))}
         self._never = sorted(never)
-        self._static = static
-        self._in_static_steps: StaticBeamSearch | None = None
+        self._steps = steps
+        self._static: StaticBeamSearch | None = None
 
     @torch.inference_mode()
     def search(
@@ -142,13 +147,15 @@ class BeamSearch:
 
     def _static_search(self, device: torch.device) -> StaticBeamSearch | None:
         """Return the search in steps of constant sizes, if it is to be used on this device."""
-        wanted = device.type == "cuda" if self._static is None else self._static
-        if not wanted or not StaticBeamSearch.serves(self.model):
+        steps = self._steps
+        if steps == "auto":
+            steps = "graphs" if device.type == "cuda" else "growing"
+        if steps == "growing" or not StaticBeamSearch.serves(self.model):
             return None
-        if self._in_static_steps is None or self._in_static_steps.device != device:
+        if self._static is None or self._static.device != device:
             arguments = (self.config, self.config.beam, self.penalty, self.model, self.vocabulary, device)
-            self._in_static_steps = gpu_search(*arguments)
-        return self._in_static_steps
+            self._static = static_search(*arguments, graphs=steps == "graphs")
+        return self._static
 
     def _limits(self, source_BS: Tensor, requests: Sequence[Request]) -> list[int]:
         """Compute the most tokens that each translation may have, EOS included."""

@@ -229,14 +229,15 @@ def _addresses(model: DecodableModel) -> tuple[object, ...]:
     return hash(tuple(parameter.data_ptr() for parameter in model.parameters())), frozenset(joined)
 
 
-def gpu_search(
+def static_search(
     config: LeftToRightSettings,
     beam: int,
     penalty: LengthPenalty,
     model: DecodableModel,
     vocabulary: Vocabulary,
     device: torch.device,
+    graphs: bool,
 ) -> StaticBeamSearch:
-    """Return the search on a GPU, which records its steps as CUDA graphs."""
-    record = CudaGraphs(device) if device.type == "cuda" else None
+    """Return the search; on a GPU with ``graphs`` it records its steps as CUDA graphs."""
+    record = CudaGraphs(device) if graphs and device.type == "cuda" else None
     return StaticBeamSearch(config, beam, penalty, model, vocabulary, device, record=record)

@@ -1,9 +1,9 @@
 """One step of beam search as a function of tensors of constant sizes.
 
 The state of a batch of sentences is in tensors of a *bucket*: a number of sentences, source positions and target
-positions that is rounded up. Copies of a sentence fill it. A step reads and writes these tensors, and nothing else: it
-never waits for the device. What the host needs, it reads later: a flag for each sentence, and the log, in which each
-step writes
+positions that is rounded up. Copies of a sentence fill it. A step reads and writes these tensors, and nothing else:
+it never waits for the device. What the host needs, it reads later: a flag for each sentence, and the log, in which
+each step writes
 
 - the token and the parent of each hypothesis that lives on,
 - the log-probability and the parent of each hypothesis that finishes.

@@ -39,7 +39,7 @@ def test_graphs_find_what_a_cpu_finds(method: str, settings: dict[str, Any]) -> 
         assert [[each.tokens for each in one] for one in ours] == [[each.tokens for each in one] for one in theirs]
         scores = [[each.score for one in lists for each in one] for lists in (ours, theirs)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4, rel=1e-5)
-    static = search._in_static_steps
+    static = search._static
     assert isinstance(static, StaticBeamSearch) and len(static.replays) > 0, "no graph was captured"
     with torch.inference_mode():
         torch.cuda.set_sync_debug_mode("error")

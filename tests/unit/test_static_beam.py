@@ -91,7 +91,8 @@ class Static:
         self.searches: list[StaticBeamSearch] = []
         self.buckets: list[Bucket] = []
 
-    def make(self, *arguments: Any) -> StaticBeamSearch:
+    def make(self, *arguments: Any, graphs: bool) -> StaticBeamSearch:
+        assert graphs
         search = StaticBeamSearch(*arguments, pacing=self.pacing, record=self.recorder.record)
         self.recorder.stores.append(search._store)
         self.searches.append(search)
@@ -107,9 +108,9 @@ class Static:
 
 @pytest.fixture
 def static(monkeypatch: pytest.MonkeyPatch) -> Iterator[Static]:
-    """Have searches with ``static=True`` record steps of tiny buckets."""
+    """Have searches with ``steps="graphs"`` record steps of tiny buckets."""
     made = Static()
-    monkeypatch.setattr(beam, "gpu_search", made.make)
+    monkeypatch.setattr(beam, "static_search", made.make)
     monkeypatch.setattr(replay, "WARM_UP", 1)
     yield made
 
@@ -140,7 +141,7 @@ def sources(lengths: Sequence[int], vocab_size: int = 24, seed: int = 1) -> Tens
 def pair_of(model: DecodableModel, **settings: Any) -> tuple[BeamSearch, BeamSearch]:
     """Return beam search, and beam search in steps of constant sizes."""
     config, vocabulary = BeamConfig.model_validate(settings), Vocabulary(model.vocab_size)
-    return BeamSearch(config, model, vocabulary), BeamSearch(config, model, vocabulary, static=True)
+    return BeamSearch(config, model, vocabulary), BeamSearch(config, model, vocabulary, steps="graphs")
 
 
 def assert_same(found: Sequence[Sequence[Hypothesis]], expected: Sequence[Sequence[Hypothesis]]) -> None:
@@ -160,7 +161,7 @@ def test_it_finds_what_beam_search_finds(method: str, settings: dict[str, Any], 
     config = SEARCHES[name].config.model_validate({**settings, "max_length_extra": 4})
     expected, found = (SEARCHES[name].build(config, model, VOCABULARY) for _ in range(2))
     for search in [found] if isinstance(found, BeamSearch) else found.searches:
-        search._static = True
+        search._steps = "graphs"
     requests = PREFIXES if settings["beam"] > 1 else None
     for seed, lengths in enumerate([[4, 3, 3, 4, 2, 4, 4, 3], [10, 9, 3, 5, 2, 12, 5, 6]]):
         source_BS = sources(lengths, VOCABULARY.size, seed)
@@ -173,7 +174,7 @@ def test_it_finds_what_beam_search_finds(method: str, settings: dict[str, Any], 
 
 @pytest.mark.parametrize("pacing", [(1, 0), (1, 3), (3, 0), (4, 1), (5, 9), (50, 0)], ids=str)
 def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) -> None:
-    model, settings = transformer(2), {"beam": 3, "max_length_extra": 20}
+    model, settings = sharpened(transformer(2), 0.25, end=2.0), {"beam": 3, "max_length_extra": 20}
     source_BS = sources([13, 2, 7, 7, 1, 5, 10, 3, 12, 4, 4])
     static.pacing = Pacing(1, 0, least_positions=4)
     expected, at_once = pair_of(model, **settings)
@@ -185,6 +186,7 @@ def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) ->
     _, found = pair_of(model, **settings)
     assert_same(found.search(source_BS), expected.search(source_BS))
     (every, lag), needed, limit = pacing, len(sentences), int(1.5 * 13) + 20
+    assert needed < limit - 10
     assert min(needed + lag, limit) <= len(static.buckets) <= min(needed + every - 1 + lag, limit)
     if every == 50:
         assert {bucket.sentences for bucket in static.buckets} == {12}, "nobody asked"
