@@ -49,8 +49,8 @@ class Pacing:
     """The sizes of buckets, and the moments at which the host asks for the sentences that are done.
 
     Attributes:
-        every: steps from one question to the next.
-        lag: steps that are started before the answer is awaited; so many steps the GPU always has ahead.
+        every: steps from one question to the next; more if an answer is still awaited.
+        lag: steps that are started before the answer is awaited; so many the GPU always has ahead.
         least_positions: least positions of a bucket.
     """
 

@@ -187,7 +187,7 @@ def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) ->
     assert_same(found.search(source_BS), expected.search(source_BS))
     (every, lag), needed, limit = pacing, len(sentences), int(1.5 * 13) + 20
     assert needed < limit - 10
-    assert min(needed + lag, limit) <= len(static.buckets) <= min(needed + every - 1 + lag, limit)
+    assert min(needed + lag, limit) <= len(static.buckets) <= min(needed + max(every - 1, lag) + lag, limit)
     if every == 50:
         assert {bucket.sentences for bucket in static.buckets} == {12}, "nobody asked"
 
