@@ -150,9 +150,11 @@ class BeamSearch:
         steps = self._steps
         if steps == "auto":
             steps = "graphs" if device.type == "cuda" else "growing"
-        if steps == "growing" or not StaticBeamSearch.serves(self.model):
+        if steps == "growing":
             return None
         if self._static is None or self._static.device != device:
+            if not StaticBeamSearch.serves(self.model):
+                return None
             arguments = (self.config, self.config.beam, self.penalty, self.model, self.vocabulary, device)
             self._static = static_search(*arguments, graphs=steps == "graphs")
         return self._static

@@ -17,13 +17,13 @@ from deepspeed_nmt.core.model import DecodableModel, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.nn.linear import pack_weights
+from deepspeed_nmt.nn.linear import UsesPackedWeights, pack_weights
 from deepspeed_nmt.nn.static_cache import Bucket, Store
 from deepspeed_nmt.search import SEARCHES, Hypothesis, beam, replay
 from deepspeed_nmt.search.base import Request
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.ensemble import Ensemble
-from deepspeed_nmt.search.precision import join_weights
+from deepspeed_nmt.search.precision import join_weights, packed_weights
 from deepspeed_nmt.search.replay import WARM_UP, Replays
 from deepspeed_nmt.search.rules import StaticRules, TokenRules
 from deepspeed_nmt.search.static_beam import Pacing, StaticBeamSearch
@@ -254,6 +254,15 @@ def test_an_exit_with_other_weights(
     changed = expected.search(source_BS)
     assert [one[0].tokens for one in changed] != [one[0].tokens for one in plain]
     assert_same(found.search(source_BS), changed)
+
+
+def test_validation_on_a_gpu_joins_weights_of_decoder_layers_for_a_while() -> None:
+    model = transformer(1)
+    using = {name for name, each in model.named_modules() if isinstance(each, UsesPackedWeights)}
+    with packed_weights(model, torch.device("cuda")):
+        joined = {name for name in using if model.get_submodule(name).packed is not None}
+    assert joined == {"decoder.layers.0", "decoder.layers.1"}
+    assert all(model.get_submodule(name).packed is None for name in using)
 
 
 def test_in_16_bit_scores_are_nearly_the_same(static: Static) -> None:
