@@ -22,6 +22,7 @@ from deepspeed_nmt.nn.compiled import compile_layers
 from deepspeed_nmt.nn.embedding import Projection
 from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw
 from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
 from deepspeed_nmt.nn.sublayer import Residual
 
 TOP = "top"
@@ -55,6 +56,10 @@ class Memory:
             self.mask.index_select(0, sentences_B) if isinstance(self.mask, Tensor) else self.mask,
             None if self.below_BSD is None else self.below_BSD.index_select(0, sentences_B),
         )
+
+    def without_states(self, mask: Tensor) -> Memory:
+        """Return the memory for a decoder whose cache has the source: no sentences' states, and another mask."""
+        return Memory(self.states_BSD[:0], mask, None if self.below_BSD is None else self.below_BSD[:0])
 
     def context(self, draw: Draw | None = None, segments: Segments | None = None) -> Context:
         """Return what the layers of a decoder share.
@@ -102,6 +107,23 @@ class DecodableModel(nn.Module, ABC):
     @abstractmethod
     def begin(self) -> DecoderCache:
         """Return an empty cache for :meth:`step`."""
+
+    def begin_static(self, ancestry: StaticAncestry) -> StaticCache | None:
+        """Return an empty cache of constant sizes for :meth:`step`; None if the model decodes without such.
+
+        With this cache a step is a function of tensors: it never waits for the device, and reads no number on the
+        host that changes from one step to the next.
+        """
+        return None
+
+    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
+        """Project the source of a batch into a cache that :meth:`begin_static` returned.
+
+        Args:
+            memory: encoded sources, as many as the cache's bucket has.
+            cache: of the model.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -81,6 +81,29 @@ class PackedWeight:
         return found if residual is None else found.add_(residual)
 
 
+class JoinedWeight:
+    """A weight and a bias as they are, with the interface of :class:`PackedWeight`, for a GPU.
+
+    Args:
+        weight_ED: the weight.
+        bias_E: the bias; None for none.
+    """
+
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+        self._weight = weight_ED.detach()
+        self._bias = None if bias_E is None else bias_E.detach()
+
+    def __call__(self, x: Tensor, activation: Activation | None = None, residual: Tensor | None = None) -> Tensor:
+        """Compute activation(x W^T + b), or x W^T + b + residual. Shape: (..., D), (..., E) -> (..., E)."""
+        assert activation is None or residual is None
+        found = F.linear(x, self._weight, self._bias)
+        if residual is not None:
+            return found.add_(residual)
+        if activation is None:
+            return found
+        return {"relu": F.relu_, "gelu": F.gelu, "swish": F.silu}[activation](found)
+
+
 def _quantised(weight_ED: Tensor, bias_E: Tensor | None) -> Any:
     """Round a weight to int8, with a scale for each output, and rearrange it."""
     scales_E = (weight_ED.abs().amax(dim=1) / 127.0).clamp(min=1e-12)

@@ -60,6 +60,7 @@ from deepspeed_nmt.methods.transformer import (
 from deepspeed_nmt.nn.cache import DecoderCache, LayerCache
 from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.stack import LayerStack
+from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
 from deepspeed_nmt.nn.sublayer import LayerNorm
 from deepspeed_nmt.registry import SelfTest
 
@@ -230,6 +231,16 @@ class DepthGrowing(TranslationModel):
     @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.bottom.decoder.order.indices, self.top_decoder.order.indices)
+
+    @override
+    def begin_static(self, ancestry: StaticAncestry) -> StaticCache:
+        return StaticCache(ancestry, self.bottom.decoder.order.indices, self.top_decoder.order.indices)
+
+    @override
+    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
+        split, context = self.bottom.decoder.applications, memory.context()
+        self.bottom.decoder.cache_source(replace(context, memory_BSD=memory.below_BSD), cache.layers[:split])
+        self.top_decoder.cache_source(context, cache.layers[split:])
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

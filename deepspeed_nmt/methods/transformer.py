@@ -43,6 +43,7 @@ from deepspeed_nmt.nn.layers import (
     make_decoder_layer,
 )
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
+from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
 from deepspeed_nmt.nn.sublayer import LayerNorm, NormStyle, Residual
 from deepspeed_nmt.registry import SelfTest
 
@@ -263,6 +264,14 @@ class Transformer(TranslationModel):
     @override
     def begin(self) -> DecoderCache:
         return DecoderCache(self.decoder.order.indices)
+
+    @override
+    def begin_static(self, ancestry: StaticAncestry) -> StaticCache:
+        return StaticCache(ancestry, self.decoder.order.indices)
+
+    @override
+    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
+        self.decoder.cache_source(memory.context(), cache.layers)
 
     @override
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

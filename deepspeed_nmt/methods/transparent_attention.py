@@ -41,8 +41,8 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.segments import Segments, mask_between
 from deepspeed_nmt.methods.transformer import SMALL, Transformer, TransformerShape, build_transformer
-from deepspeed_nmt.nn.cache import LayerCache
-from deepspeed_nmt.nn.layers import Context, Draw, MakeDecoderLayer, make_decoder_layer
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
+from deepspeed_nmt.nn.layers import Context, CrossAttending, Draw, MakeDecoderLayer, make_decoder_layer
 from deepspeed_nmt.nn.sublayer import Dropout
 from deepspeed_nmt.registry import SelfTest
 
@@ -107,9 +107,18 @@ class MixtureLayer(nn.Module):
 
         Shape: (B,T,D) -> (B,T,D), or with a cache (R,1,D) -> (R,1,D)
         """
-        assert context.memory_BSD is not None
-        states_BTD: Tensor = self.layer(x_BTD, replace(context, memory_BSD=context.memory_BSD[:, self.number]), cache)
+        states_BTD: Tensor = self.layer(x_BTD, self._context(context), cache)
         return states_BTD
+
+    def project_source(self, context: Context) -> KeysValues | None:
+        """Project the mixture for all steps of a search."""
+        assert isinstance(self.layer, CrossAttending)
+        return self.layer.project_source(self._context(context))
+
+    def _context(self, context: Context) -> Context:
+        """Return the context with this layer's mixture."""
+        assert context.memory_BSD is not None
+        return replace(context, memory_BSD=context.memory_BSD[:, self.number])
 
 
 class TransparentTransformer(Transformer):

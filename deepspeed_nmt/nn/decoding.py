@@ -1,7 +1,8 @@
-"""The step of a decoder layer on a CPU, from one position of each hypothesis to the next.
+"""The step of a decoder layer, from one position of each hypothesis to the next.
 
 A step for a few hypotheses is so short that looking up modules, hooks and kernels would take as long as its
-arithmetic. So whatever does not change from step to step is looked up once.
+arithmetic. So whatever does not change from step to step is looked up once. A step is also fewer operations than the
+layer's modules take: queries, keys and values are one product, and masks are made once for all layers.
 
 Legend: B sentences, W hypotheses of a sentence, R rows = B x W, D model width, H heads, K head width, P positions.
 """
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class DecoderStep:
-    """The step of a decoder layer with packed weights; the arithmetic is that of the layer in eval mode.
+    """The step of a decoder layer with packed or joined weights; the arithmetic is that of the layer in eval mode.
 
     Args:
         layer: the layer.
-        weights: its packed weights.
+        weights: its packed or joined weights.
     """
 
     def __init__(self, layer: DecoderLayer, weights: PackedWeights) -> None:

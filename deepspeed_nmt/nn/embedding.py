@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.kernels.segments import Segments
+from deepspeed_nmt.nn.cache import Position
 from deepspeed_nmt.nn.feedforward import Activation
 from deepspeed_nmt.nn.fused import UsesKernels
 from deepspeed_nmt.nn.linear import Linear, UsesPackedWeights
@@ -84,12 +85,16 @@ class TokenEmbedding(nn.Module):
         # Grown on demand; not saved, since it can be computed again.
         self._positions_TD = torch.empty(0, weight_VD.shape[1])
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, offset: int | Position = 0, segments: Segments | None = None) -> Tensor:
         """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
+
+        An ``offset`` that the host does not know is that of one token of each row.
 
         Shape: (B,T) -> (B,T,D)
         """
-        if segments is None:
+        if isinstance(offset, Position):
+            positions_TD = offset.row(self._positions(offset.bound))
+        elif segments is None:
             end = offset + tokens_BT.shape[1]
             positions_TD = self._positions(end)[offset:end]
         else:
@@ -136,12 +141,16 @@ class LearnedEmbedding(nn.Module):
         self.norm = LayerNorm(dim, eps)
         self.dropout = Dropout(dropout_p)
 
-    def forward(self, tokens_BT: Tensor, offset: int = 0, segments: Segments | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, offset: int | Position = 0, segments: Segments | None = None) -> Tensor:
         """Embed tokens at the positions from ``offset`` on, or at those in their sentences.
+
+        An ``offset`` that the host does not know is that of one token of each row.
 
         Shape: (B,T) -> (B,T,D)
         """
-        if segments is None:
+        if isinstance(offset, Position):
+            positions_TD = offset.row(self.position_PD)
+        elif segments is None:
             positions_TD = self.position_PD[offset : offset + tokens_BT.shape[1]]
         else:
             positions_TD = F.embedding(segments.positions, self.position_PD)

@@ -203,15 +203,13 @@ class CrossAttending(nn.Module):
         return context
 
     def project_source(self, context: Context) -> KeysValues | None:
-        """Project the source for all applications of the layer to whole sentences.
-
-        Called only if there are several.
+        """Project the source for all applications of the layer, or for all steps of a search.
 
         Returns:
-            Keys and values for ``context.source``; None if each application projects the source, or none attends to
-            it.
+            Keys and values for ``context.source``; None if no application attends to the source.
         """
-        return None
+        assert context.memory_BSD is not None
+        return None if self.cross_attention is None else self.cross_attention.project(context.memory_BSD)
 
     def in_inference(self) -> DecoderLayer | None:
         """Return the standard layer with the same weights that computes the same in inference; None if none does."""
@@ -252,11 +250,6 @@ class DecoderLayer(CrossAttending, UsesPackedWeights):
         x_BTD = self_attention_sublayer(self.self_attention, self.self_residual, x_BTD, context, cache, following)
         x_BTD = self.cross(x_BTD, context, cache)
         return feed_forward_sublayer(self.feed_forward, self.feed_forward_residual, x_BTD)
-
-    def project_source(self, context: Context) -> KeysValues | None:
-        """Project the source for all applications, if there is cross-attention."""
-        assert context.memory_BSD is not None
-        return None if self.cross_attention is None else self.cross_attention.project(context.memory_BSD)
 
     def in_inference(self) -> DecoderLayer | None:
         """Return this layer. A class derived from it computes something else unless it says otherwise."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.kernels.packed import Activation, PackedWeight
+from deepspeed_nmt.kernels.packed import Activation, JoinedWeight, PackedWeight
 from deepspeed_nmt.kernels.products import linear
 from deepspeed_nmt.nn.decoding import DecoderStep
 from deepspeed_nmt.nn.fused import UsesKernels
@@ -56,18 +56,18 @@ class PackedWeights:
 
     def __init__(self, int8: bool = False) -> None:
         self._int8 = int8
-        self._packed: dict[tuple[Weighted, ...], PackedWeight] = {}
+        self._packed: dict[tuple[Weighted, ...], PackedWeight | JoinedWeight] = {}
         self._steps: dict[nn.Module, DecoderStep] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeights:
         """Return an empty one: a copied model may be given other weights."""
-        return PackedWeights(self._int8)
+        return type(self)(self._int8)
 
-    def of(self, *layers: Weighted) -> PackedWeight:
+    def of(self, *layers: Weighted) -> PackedWeight | JoinedWeight:
         """Return the weights of layers that multiply the same input, one below the other."""
         if layers not in self._packed:
             weight, bias = joined(layers) if len(layers) > 1 else (layers[0].weight, layers[0].bias)
-            self._packed[layers] = PackedWeight(weight, bias, self._int8)
+            self._packed[layers] = self._pack(weight, bias)
         return self._packed[layers]
 
     def step(self, layer: DecoderLayer) -> DecoderStep:
@@ -88,6 +88,16 @@ class PackedWeights:
             return then.apply(multiply(x), None)
         found = multiply(x, residual=then.residual)
         return found if then.finish is None else then.finish(found)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedWeight | JoinedWeight:
+        return PackedWeight(weight, bias, self._int8)
+
+
+class JoinedWeights(PackedWeights):
+    """Weights for the steps of decoder layers on a GPU: those that multiply the same input are one matrix."""
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> JoinedWeight:
+        return JoinedWeight(weight, bias)
 
 
 class UsesPackedWeights:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_nmt.nn.cache import LayerCache
+from deepspeed_nmt.nn.cache import KeysValues, LayerCache
 from deepspeed_nmt.nn.layers import Context, CrossAttending
 
 
@@ -124,6 +125,19 @@ class LayerStack(nn.Module):
             if number + 1 in wanted:
                 states[number + 1] = x_BTD
         return [states[number] if self.final_norm is None else self.final_norm(states[number]) for number in wanted]
+
+    def cache_source(self, context: Context, caches: Sequence[LayerCache]) -> None:
+        """Cache the source's keys and values of each layer before the first step.
+
+        Args:
+            context: input that all layers share.
+            caches: one for each application.
+        """
+        for index, cache in dict(zip(self.order.indices, caches, strict=True)).items():
+            layer: Any = self.layers[index]
+            projected: KeysValues | None = layer.project_source(context)
+            if projected is not None:
+                cache.source.write(projected)
 
     def _contexts(self, context: Context, indices: Sequence[int]) -> dict[int, Context]:
         """Return the contexts of the layers that are applied several times, by index.

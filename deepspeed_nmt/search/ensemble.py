@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.nn.cache import DecoderCache
+from deepspeed_nmt.nn.static_cache import StaticAncestry, StaticCache
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class _Memories(Memory):
         parts = tuple(part.select(sentences_B) for part in self.parts)
         return _Memories(parts[0].states_BSD, parts[0].mask, parts=parts)
 
+    def without_states(self, mask: Tensor) -> _Memories:
+        parts = tuple(part.without_states(mask) for part in self.parts)
+        return _Memories(parts[0].states_BSD, mask, parts=parts)
+
 
 class _Caches(DecoderCache):
     def __init__(self, parts: Sequence[DecoderCache]) -> None:
@@ -33,6 +38,20 @@ class _Caches(DecoderCache):
     def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
         for part in self.parts:
             part.select(rows_R, sentences_B)
+
+
+class _StaticCaches(StaticCache):
+    def __init__(self, ancestry: StaticAncestry, parts: Sequence[StaticCache]) -> None:
+        super().__init__(ancestry)
+        self.parts = parts
+
+    def begin(self) -> None:
+        for part in self.parts:
+            part.begin()
+
+    def move(self, sentences_B: Tensor | None) -> None:
+        for part in self.parts:
+            part.move(sentences_B)
 
 
 def mean_of(log_probs: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
@@ -83,9 +102,21 @@ class Ensemble(DecodableModel):
         """Create the caches of all models."""
         return _Caches([model.begin() for model in self.members])
 
+    def begin_static(self, ancestry: StaticAncestry) -> StaticCache | None:
+        """Create the static caches of all models; None if a model has none."""
+        parts = [model.begin_static(ancestry) for model in self.members]
+        known = [part for part in parts if part is not None]
+        return _StaticCaches(ancestry, known) if len(known) == len(parts) else None
+
+    def cache_source(self, memory: Memory, cache: StaticCache) -> None:
+        """Project the source into the caches of all models."""
+        assert isinstance(memory, _Memories) and isinstance(cache, _StaticCaches)
+        for model, part, kept in zip(self.members, memory.parts, cache.parts, strict=True):
+            model.cache_source(part, kept)
+
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:
         """Compute log-probabilities of the next token, averaged as probabilities. Shape: (R,) -> (R,V)."""
-        assert isinstance(memory, _Memories) and isinstance(cache, _Caches)
+        assert isinstance(memory, _Memories) and isinstance(cache, _Caches | _StaticCaches)
         log_p = [
             torch.log_softmax(model.step(tokens_R, part, kept).float(), dim=1)
             for model, part, kept in zip(self.members, memory.parts, cache.parts, strict=True)

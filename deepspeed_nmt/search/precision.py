@@ -10,7 +10,8 @@ from torch import nn
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
 from deepspeed_nmt.kernels import packed
-from deepspeed_nmt.nn.linear import pack_weights, unpack_weights
+from deepspeed_nmt.nn.layers import DecoderLayer
+from deepspeed_nmt.nn.linear import JoinedWeights, pack_weights, unpack_weights
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
 """Precisions in which a model can be asked to decode."""
@@ -58,17 +59,31 @@ def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) ->
         precision: as :func:`resolve_precision` returns it.
     """
     model.to(device, _DTYPES[precision])
-    if device.type == "cpu" and packed.obstacle(precision) is None:
+    if device.type == "cuda":
+        join_weights(model)
+    elif packed.obstacle(precision) is None:
         pack_weights(model, int8=precision == "int8")
+
+
+def join_weights(model: nn.Module) -> None:
+    """Have the decoder layers of a model take steps with joined weights from now on, for decoding on a GPU.
+
+    The model must be in eval mode. The layers' own weights stay as they are; if they change, call it again. The other
+    modules keep the kernels of the model.
+    """
+    weights = JoinedWeights()
+    for module in model.modules():
+        if isinstance(module, DecoderLayer):
+            module.packed = weights
 
 
 @contextmanager
 def packed_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a model decode with packed weights in the block, if it is on a CPU; its weights must not change there."""
-    if device.type != "cpu" or packed.obstacle("fp32") is not None:
-        yield
-        return
-    pack_weights(model)
+    """Have a model decode with packed or joined weights in the block; its weights must not change there."""
+    if device.type == "cuda":
+        join_weights(model)
+    elif packed.obstacle("fp32") is None:
+        pack_weights(model)
     try:
         yield
     finally:

@@ -140,17 +140,46 @@ class TokenRules:
             tokens_RT: tokens of each hypothesis, BOS first.
             numbers: of the sentences of the rows; each has equally many rows, which are adjacent.
         """
-        length, eos = tokens_RT.shape[1] - 1, self._eos
+        length, size = tokens_RT.shape[1] - 1, self._ngram
         forced_R1 = self._forced(length, numbers, logits_RV.shape[0], logits_RV.device)
+        ngrams_RTN, again_RT = None, None
+        if size and length >= size:
+            ngrams_RTN = tokens_RT[:, 1:].unfold(1, size, 1)
+            last_R1N = tokens_RT[:, length - size + 2 :].unsqueeze(1)
+            again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2)
+        self._forbid(logits_RV, forced_R1, length + 1 < self._least, ngrams_RTN, again_RT)
+
+    def _forbid(
+        self,
+        logits_RV: Tensor,
+        forced_R1: Tensor | None,
+        too_short: bool | Tensor,
+        ngrams_RTN: Tensor | None,
+        again_RT: Tensor | None,
+    ) -> None:
+        """Set the logits of forbidden tokens to -inf.
+
+        Args:
+            logits_RV: logits of the next tokens; overwritten.
+            forced_R1: the token of its prefix that each row must continue with, -1 where any may; None for no
+                prefixes.
+            too_short: True if EOS must not follow yet; a tensor (1,) if the host does not know.
+            ngrams_RTN: n-grams of each row; None for no rule of repetition.
+            again_RT: True for n-grams whose last token would complete them for the second time.
+        """
+        eos = self._eos
         if forced_R1 is not None:
             forced_logit_R1 = logits_RV.gather(1, forced_R1.clamp(min=0))
         end_R1 = logits_RV[:, eos : eos + 1].clone()
         if self._suppressed is not None:
             logits_RV.index_fill_(1, self._suppressed, -torch.inf)
-        if length + 1 < self._least:
+        if isinstance(too_short, Tensor):
+            logits_RV[:, eos : eos + 1] = end_R1.masked_fill(too_short, -torch.inf)
+        elif too_short:
             logits_RV[:, eos] = -torch.inf
-        if self._ngram and length >= self._ngram:
-            self._forbid_repetition(logits_RV, tokens_RT[:, 1:])
+        if ngrams_RTN is not None and again_RT is not None:
+            bound_RT = torch.where(again_RT, -torch.inf, torch.inf).to(logits_RV.dtype)
+            logits_RV.scatter_reduce_(1, ngrams_RTN[:, :, -1], bound_RT, "amin")
         dead_R1 = logits_RV.amax(dim=1, keepdim=True) == -torch.inf
         logits_RV[:, eos : eos + 1] = torch.where(dead_R1, end_R1, logits_RV[:, eos : eos + 1])
         if forced_R1 is not None:
@@ -167,11 +196,47 @@ class TokenRules:
         forced = [prefix[length] if length < len(prefix) else -1 for prefix in prefixes]
         return torch.tensor(forced, device=device).repeat_interleave(rows // len(numbers)).unsqueeze(1)
 
-    def _forbid_repetition(self, logits_RV: Tensor, tokens_RT: Tensor) -> None:
-        """Forbid tokens that would complete an n-gram for the second time."""
+
+class StaticRules(TokenRules):
+    """The same rules as a function of tensors of constant sizes; see :mod:`deepspeed_nmt.search.static_step`.
+
+    Args:
+        settings: of the search.
+        vocabulary: special tokens.
+        device: of the logits.
+
+    Attributes:
+        ngram: n of the n-grams that must not occur twice; 0: the rules do not depend on earlier tokens.
+    """
+
+    def __init__(self, settings: LeftToRightSettings, vocabulary: Vocabulary, device: torch.device) -> None:
+        super().__init__(settings, vocabulary, (), device)
+        self.ngram = self._ngram
+        self._always = self._least > 1 or self._ngram > 0 or self._suppressed is not None
+
+    def apply_at(
+        self, logits_RV: Tensor, length_1: Tensor, history_RL: Tensor | None, prefix_BL: Tensor | None
+    ) -> None:
+        """Set the logits of forbidden tokens to -inf.
+
+        Args:
+            logits_RV: logits of the next tokens; overwritten.
+            length_1: number of tokens of each hypothesis, without BOS.
+            history_RL: these tokens, and any others after them, for rules of repetition; L is at least their number.
+            prefix_BL: tokens of the prefixes, -1 after them; None for no prefixes.
+        """
+        if not self._always and prefix_BL is None:
+            return
+        forced_R1, ngrams_RTN, again_RT = None, None, None
+        if prefix_BL is not None:
+            most = prefix_BL.shape[1]
+            forced_B1 = prefix_BL.index_select(1, length_1.clamp(max=most - 1)).masked_fill(length_1 >= most, -1)
+            forced_R1 = forced_B1.repeat_interleave(logits_RV.shape[0] // prefix_BL.shape[0], dim=0)
         size = self._ngram
-        ngrams_RTN = tokens_RT.unfold(1, size, 1)
-        last_R1N = tokens_RT[:, tokens_RT.shape[1] - size + 1 :].unsqueeze(1)
-        again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2)
-        bound_RT = torch.where(again_RT, -torch.inf, torch.inf).to(logits_RV.dtype)
-        logits_RV.scatter_reduce_(1, ngrams_RTN[:, :, size - 1], bound_RT, "amin")
+        if history_RL is not None and 0 < size <= history_RL.shape[1]:
+            ngrams_RTN = history_RL.unfold(1, size, 1)
+            ends_T = torch.arange(size, history_RL.shape[1] + 1, device=history_RL.device)
+            last_N = (length_1 + torch.arange(1 - size, 0, device=history_RL.device)).clamp(min=0)
+            last_R1N = history_RL.index_select(1, last_N).unsqueeze(1)
+            again_RT = (ngrams_RTN[:, :, : size - 1] == last_R1N).all(dim=2) & (ends_T <= length_1)
+        self._forbid(logits_RV, forced_R1, length_1 + 1 < self._least, ngrams_RTN, again_RT)

@@ -88,6 +88,16 @@ def test_both_programs_train_on_the_same_batches(results: Path) -> None:
     assert len(batches) == 1 and rows[-1]["speedup"] > 0
 
 
+def test_decoding_measures_each_way_to_take_steps(results: Path) -> None:
+    rows = json.loads((results / "decoding.json").read_text(encoding="utf-8"))["rows"]
+    ran = {(row["steps"], row["lengths"]): row["status"] for row in rows}
+    assert ran == {
+        **{("graphs", lengths): "skipped: CUDA graphs need a GPU" for lengths in ("equal", "mixed")},
+        **{(steps, lengths): "ok" for steps in ("static", "growing") for lengths in ("equal", "mixed")},
+        ("-", "equal"): "ok",
+    }
+
+
 def test_a_failing_measurement_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARK))
     harness = importlib.import_module("harness")

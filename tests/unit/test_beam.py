@@ -19,7 +19,8 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.nn import cache
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.search import SEARCHES, Hypothesis
-from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, _top
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
+from deepspeed_nmt.search.extensions import largest
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 from tests.support import batch_of
 
@@ -303,14 +304,14 @@ def test_the_vocabulary_is_searched_whole(vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
     x_BN = torch.randn(80, 4 * vocab_size)
     x_BN[:10, -12:] += 10.0
-    values, indices = _top(x_BN, vocab_size, 10)
+    values, indices = largest(x_BN, vocab_size, 10)
     expected = x_BN.topk(10, dim=1)
     assert torch.equal(values, expected.values)
     assert torch.equal(x_BN.gather(1, indices), values)
 
 
 def test_the_best_entries_of_fewer_than_wanted_are_followed_by_none() -> None:
-    values, indices = _top(torch.tensor([[1.0, 3.0, 2.0]]), 3, 5)
+    values, indices = largest(torch.tensor([[1.0, 3.0, 2.0]]), 3, 5)
     assert values.tolist() == [[3.0, 2.0, 1.0, -torch.inf, -torch.inf]]
     assert indices.tolist() == [[1, 2, 0, 0, 0]]
 
