@@ -166,7 +166,7 @@ class _Side:
         return int(self._offsets[-1])
 
     def lengths_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        lengths = self._offsets[indices + 1] - self._offsets[indices]
+        lengths: npt.NDArray[np.int64] = self._offsets[indices + 1] - self._offsets[indices]
         lengths += 1
         return lengths.astype(np.int32)
 
