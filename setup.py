@@ -26,6 +26,7 @@ setup(
         "protobuf>=4.21",
         "pydantic>=2.7,<3",
         "pyyaml>=6",
+        "regex>=2023.6.3",
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "sacrebleu>=2.4,<3",
@@ -36,6 +37,8 @@ setup(
     extras_require={
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
+        "langid": ["py3langid>=0.4"],  # `prepare --filters language`; its model is in the package
+        "zstd": ["zstandard>=0.22"],  # text compressed by zstd
         "ctranslate2": ["ctranslate2>=4.5,<5"],  # exports for CTranslate2, and `translate --runtime ctranslate2`
     },
     entry_points={"console_scripts": ["deepspeed-nmt = deepspeed_nmt.cli:main"]},

@@ -19,9 +19,10 @@ from torch import Tensor
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths
-from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
+from deepspeed_nmt.data.mixture import MixturePlan, Phase, Stream, Weight
 from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.data.tokenizer import EOS
 from deepspeed_nmt.data.windows import Window
@@ -29,7 +30,7 @@ from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.manifest import replace_files
 from deepspeed_nmt.sample.corpus import write_sample
-from deepspeed_nmt.selftest.models import loader_of
+from deepspeed_nmt.selftest.models import loader_of, write_corpus
 from deepspeed_nmt.train.checkpoint import Checkpoint, CheckpointManifest
 from tests.programs import Program
 
@@ -165,14 +166,40 @@ def write_weights(directory: Path, *weights: float) -> Corpus:
     return Corpus(directory, "train")
 
 
-def parity_loader(directory: Path, world: World, engine: str = "plain") -> TrainLoader:
+def parity_loader(directory: Path, world: World, engine: str = "plain", mixture: bool = False) -> TrainLoader:
     """Return a loader of this rank's micro-batches, over the self-test's corpus in ``directory``.
 
     An update has one to eight micro-batches in one process, and one to four on each of two ranks. All are small:
     under DeepSpeed their size hardly affects the time.
+
+    Args:
+        directory: directory of the corpus.
+        world: the ranks.
+        engine: name of the engine, as the self-test takes it.
+        mixture: True for the mixture that :func:`write_mixture` has written.
     """
     batches = BatchConfig(update_tokens=240, micro_tokens=130)
-    return loader_of(directory, world, engine, batches)
+    loader = loader_of(directory, world, engine, batches)
+    if not mixture:
+        return loader
+    first = CorpusPart("first", (Corpus(directory, "train"), Corpus(directory / "again", "train")), key=1)
+    second = CorpusPart("second", (Corpus(directory / "second", "train"),), source_tag=7, key=2)
+    schedule = (Weight(value=1.0, last=9), Weight(value=3.0, first=10))
+    streams = tuple(
+        Stream(corpus=part.name, pairs=len(part), tokens=part.mean_target_tokens, weights=weights)
+        for part, weights in ((first, (Weight(value=2.0),)), (second, schedule))
+    )
+    corpora, phase = Corpora([first, second]), Phase(first=1, temperature=0.0, streams=streams)
+    plan = MixturePlan(corpora, 5, batches.update_tokens, phase, 1000)
+    return TrainLoader(corpora, loader.config, 5, world.data_rank, world.data_ranks, loader.vocabulary, plan)
+
+
+def write_mixture(directory: Path) -> None:
+    """Write two corpora, the first of them in two segmentations, the second a small one that is soon repeated."""
+    write_corpus(directory)
+    for name, pairs, longest in (("again", 300, 34), ("second", 40, 30)):
+        (directory / name).mkdir()
+        write_corpus(directory / name, pairs, longest)
 
 
 def prepare_sample(directory: Path, vocab_size: int, **pairs: int) -> Path:

@@ -4,9 +4,10 @@ r"""Make a data directory from aligned text files: clean the text, build the voc
         --valid-source valid.en --valid-target valid.de --out DATA
 
 Training pairs are removed if a side is empty, not UTF-8, too long, or much longer than the other, and if they are
-duplicates; removals are counted by reason. Validation and test text is copied as it is. Raw text gets a joint
-SentencePiece BPE vocabulary. Text that is already segmented with `@@ ` marks (--segmented) has its own tokens as
-vocabulary. An option with several files reads them one after another.
+duplicates, and for further reasons with --filters; removals are counted by reason, with examples. Validation and test
+text is copied as it is. Raw text gets a joint SentencePiece BPE vocabulary. Text that is already segmented with `@@ `
+marks (--segmented) has its own tokens as vocabulary. An option with several files reads them one after another.
+Text may be compressed by gzip, xz or zstd.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options, removals, removed_examples, repairs
+from deepspeed_nmt.commands.prepare_inputs import add_inputs
+
 if TYPE_CHECKING:
     from deepspeed_nmt.data.clean import CleaningConfig
     from deepspeed_nmt.data.directory import Meta
@@ -24,17 +28,9 @@ if TYPE_CHECKING:
 HELP = "make a data directory from text files"
 
 
-_NAMES = {"train": "training set", "valid": "validation set", "test": "test set"}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    for split, required in (("train", True), ("valid", True), ("test", False)):
-        for side in ("source", "target"):
-            parser.add_argument(
-                f"--{split}-{side}", nargs="+", type=Path, default=[], metavar="F", required=required,
-                help=f"{side} text of the {_NAMES[split]}, one sentence a line",
-            )  # fmt: skip
+    add_inputs(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="data directory to make")
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="size of the vocabulary (default: 8000; with --segmented: all)"
@@ -67,22 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Unicode normalization of raw text: nfkc rewrites compatibility variants (½ km² as 1⁄2 km2, full-width "
         "letters), nfc only unifies spellings of the same characters, none keeps them (default: nfkc)",
     )  # fmt: skip
+    add_cleaning_options(parser)
     parser.add_argument(
-        "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-ratio", type=float, default=3.0, metavar="R",
-        help="largest ratio of the two sides' lengths, in tokens of the vocabulary (default: %(default)s)",
+        "--workers", "--threads", type=int, metavar="N",
+        help="number of processes that clean and encode; the result is the same for any (default: all cores)",
     )  # fmt: skip
-    parser.add_argument(
-        "--ratio-from", type=int, default=10, metavar="N",
-        help="check the ratio only if a side has more than N tokens; 1: always (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--keep-duplicates", action="store_true", help="keep duplicate pairs")
-    parser.add_argument(
-        "--remove-identical", action="store_true", help="remove pairs whose source and target are equal"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="number of threads (default: all cores)")
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N",
         help="seed of the sample of text that the vocabulary is learnt from (default: %(default)s)",
@@ -125,9 +110,10 @@ def read_options(arguments: argparse.Namespace) -> PrepareOptions:
     given = vars(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cleaning = {name: given[name] for name in CleaningConfig.model_fields if name in given}
-    names = PrepareOptions.model_fields.keys() - {"cleaning", "threads"}
-    threads = cores if arguments.threads is None else arguments.threads
-    settings = {name: given[name] for name in names} | {"cleaning": cleaning, "threads": threads}
+    given["workers"] = cores if arguments.workers is None else arguments.workers
+    if arguments.tsv_columns is not None:
+        given["tsv_columns"] = arguments.tsv_columns.split(",")
+    settings = {name: given[name] for name in PrepareOptions.model_fields if name in given} | {"cleaning": cleaning}
     try:
         options = PrepareOptions.model_validate(settings)
     except ValidationError as error:
@@ -145,15 +131,10 @@ def _option(location: tuple[int | str, ...]) -> str:
 
 def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
     """Return a table of the pairs removed, by reason, and of the data directory's content."""
-    from deepspeed_nmt.data.clean import Reason
-
     train = meta.splits["train"]
-    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}"]
-    for reason in Reason:
-        if count := meta.removed[reason.value]:
-            label = f"  removed: {cleaning.describe(reason)}"
-            lines.append(f"{label:<62}{count:>14,}{count / meta.pairs_read:>8.2%}")
+    lines = [f"{'training pairs read':<62}{meta.pairs_read:>14,}", *removals(meta, cleaning)]
     lines.append(f"{'training pairs kept':<62}{train.pairs:>14,}{train.pairs / meta.pairs_read:>8.2%}")
+    lines += repairs(meta)
     header = f"{'':<16}{'pairs':>12}{'tokens':>16}{'a sentence':>12}{'longest':>10}{'unknown':>12}{'changed':>10}"
     lines += ["", header]
     for split, stats in meta.splits.items():
@@ -165,7 +146,7 @@ def report(meta: Meta, cleaning: CleaningConfig, out: Path) -> str:
             )
     if "test.source" in meta.inputs:
         lines.append(f"{'test':<16}{sum(file.lines for file in meta.inputs['test.source']):>12,}  copied as it is")
-    lines += _examples(meta)
+    lines += removed_examples(meta) + _examples(meta)
     kind = "words of segmented text" if meta.segmented else "SentencePiece"
     if "vocab_from" in meta.options:
         kind += ", given"

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from deepspeed_nmt.kernels.segments import Segments
 
+CORPUS_SUM = "corpus/"
+"""Beginning of the names of sums over the pairs of one corpus; its number follows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateInfo:
@@ -76,6 +79,8 @@ class Batch:
         source_segments: sentences of the source's row in the packed layout; None in the padded layout.
         target_segments: sentences of the target's row in the packed layout; None in the padded layout.
         weights_B: factor on each pair's loss; None if all are 1. See :meth:`weighted` and :attr:`token_weights`.
+        corpora: number of corpora that the run is trained on.
+        corpora_B: number of the corpus of each pair; None if there is one.
     """
 
     source_BS: Tensor
@@ -89,6 +94,8 @@ class Batch:
     source_segments: Segments | None = None
     target_segments: Segments | None = None
     weights_B: Tensor | None = None
+    corpora: int = 1
+    corpora_B: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -120,16 +127,29 @@ class Batch:
 
         Shape: -> (B,T)
         """
-        if self.weights_B is None:
-            return None
-        if self.target_segments is None:
-            return self.weights_B.unsqueeze(1).expand(self.target_output_BT.shape)
-        rows_BT = self.weights_B.unsqueeze(1).expand(-1, self.target_segments.longest)
-        return self.target_segments.from_rows(rows_BT, 0).unsqueeze(0)
+        return None if self.weights_B is None else self._at_positions(self.weights_B)
 
     def weighted(self, losses_B: Tensor) -> Tensor:
         """Multiply the loss of each pair by its weight. Shape: (B,) -> (B,)."""
         return losses_B if self.weights_B is None else losses_B * self.weights_B
+
+    def sums_by_corpus(self, nll_N: Tensor) -> dict[str, Tensor]:
+        """Return the sum over the pairs of each corpus, by CORPUS_SUM and its number; none if there is one corpus.
+
+        Args:
+            nll_N: values at each position of the target, in the batch's layout; 0 in padding. Shape: (N,)
+        """
+        if self.corpora_B is None:
+            return {}
+        corpora_N = self._at_positions(self.corpora_B).flatten()
+        return {f"{CORPUS_SUM}{k}": torch.where(corpora_N == k, nll_N, 0.0).sum() for k in range(self.corpora)}
+
+    def _at_positions(self, values_B: Tensor) -> Tensor:
+        """Return the value of a position's pair, in the batch's layout; arbitrary in padding. Shape: -> (B,T)."""
+        if self.target_segments is None:
+            return values_B.unsqueeze(1).expand(self.target_output_BT.shape)
+        rows_BT = values_B.unsqueeze(1).expand(-1, self.target_segments.longest)
+        return self.target_segments.from_rows(rows_BT, 0).unsqueeze(0)
 
     # Sentences as rows, in either layout: B and S or T are then those of the padded layout.
 
@@ -172,4 +192,5 @@ class Batch:
             source_segments=None if self.source_segments is None else self.source_segments.to(move),
             target_segments=None if self.target_segments is None else self.target_segments.to(move),
             weights_B=None if self.weights_B is None else move(self.weights_B),
+            corpora_B=None if self.corpora_B is None else move(self.corpora_B),
         )

@@ -28,6 +28,21 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.passes import Passes
 
 
+class LikelihoodOutput(NamedTuple):
+    """Result of a likelihood for one micro-batch.
+
+    Attributes:
+        loss: loss to minimise, summed over target tokens, times the weights of pairs (fp32 scalar).
+        nll_N: negative log-likelihood of the reference at each position of the target, in the batch's layout and
+            without weights of pairs; 0 where there is none (fp32, no gradient). Shape: (N,)
+        metrics: further sums to report, by name, with the weights of pairs (fp32 scalars, no gradient).
+    """
+
+    loss: Tensor
+    nll_N: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class LossOutput(NamedTuple):
     """Sums of one micro-batch, which the engine divides by the target tokens of the update.
 
@@ -57,7 +72,7 @@ class Likelihood(Protocol):
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         """Compute the loss, averaged over one or two passes over the same pairs.
 
         With two passes, the symmetric KL divergence between their predictions, times ``divergence``, is added to the
@@ -117,13 +132,13 @@ class Objective:
             self._likelihood.request_passes(passes)
         states = passes.run()
         predicting = states[:1] if passes.paired_pass is None else [states[0], states[passes.paired_pass]]
-        loss, nll, reported = self._likelihood(model, predicting, batch, passes.divergence)
-        metrics = dict(reported)
+        loss, nll_N, reported = self._likelihood(model, predicting, batch, passes.divergence)
+        metrics = {**reported, **batch.sums_by_corpus(nll_N)}
         for regularizer, value in finish:
             added = value(states)
             loss = loss + regularizer.weight * added
             metrics[regularizer.name] = added.detach()
-        return LossOutput(loss, nll, metrics)
+        return LossOutput(loss, nll_N.sum(), metrics)
 
 
 class TrainModule(nn.Module):

@@ -11,28 +11,31 @@ counted under the first of them in the order of :class:`Reason`, faults of the t
 from __future__ import annotations
 
 import codecs
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import compress, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from deepspeed_nmt.data.duplicates import Repetitions, TextOf, hashes_of
+from deepspeed_nmt.data.filters import FilterConfigs, PairFilters
+from deepspeed_nmt.data.removals import Removals
+from deepspeed_nmt.data.unicode_rules import CONTROL, repair
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.text import TextForm
 
 T = TypeVar("T")
 
-# C0 and C1 controls except white space (tab, line feed, \v, \f, \r, U+0085), DEL, and the replacement character, by
-# which other programs replace bytes that they cannot decode.
-_BAD_CHARACTER = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")
+# Control characters, and the replacement character, by which other programs replace bytes that they cannot decode.
+_BAD_CHARACTER = re.compile(f"[{CONTROL}\ufffd]")
 _SEGMENTED_WORD = re.compile(r"[^ \t\n\r\v\f]+")
-_DUPLICATE_CHUNK = 1 << 15
+_CHUNK_PAIRS = 1 << 13
 
 
 class Reason(str, Enum):
@@ -78,6 +81,17 @@ class CleaningConfig(Config):
         }[reason]
 
 
+def describe(reason: str, cleaning: CleaningConfig, filters: FilterConfigs) -> str:
+    """Describe a reason to remove a pair, for the report.
+
+    Args:
+        reason: value of a :class:`Reason`, or the name of a filter.
+        cleaning: criteria that were applied.
+        filters: settings of the filters that were applied.
+    """
+    return filters[reason].describe() if reason in filters else cleaning.describe(Reason(reason))
+
+
 def read_lines(paths: Sequence[Path]) -> Iterator[bytes]:
     r"""Yield the lines of several files in turn, without line ends (``\n``, ``\r\n``) and byte order mark."""
     for path in paths:
@@ -110,47 +124,192 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-class PairCleaner:
-    """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
+class CheckedPairs(NamedTuple):
+    """The outcome of :meth:`PairChecker.check`; it can be pickled.
+
+    Attributes:
+        read: number of pairs checked.
+        texts: the pairs without a fault, decoded and with normalised white space, N of them.
+        places: their places among the pairs checked. Shape: (N,)
+        hashes: hashes of their keys, by the reason to remove a repetition. Shape of each: (N,)
+        removals: pairs with a fault.
+        repaired: number of lines that a Unicode rule changed, by (rule, side).
+    """
+
+    read: int
+    texts: list[tuple[str, str]]
+    places: npt.NDArray[np.int64]
+    hashes: dict[str, npt.NDArray[np.uint64]]
+    removals: Removals
+    repaired: Counter[tuple[str, str]]
+
+
+class PairChecker:
+    """All checks of text that judge each pair for itself: a pure function, so that processes can share the lines.
+
+    It can be pickled.
 
     Args:
         config: criteria for keeping pairs.
         segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
-
-    Attributes:
-        read: pairs seen so far.
-        removed: pairs removed so far, by reason.
+        filters: further criteria.
+        unicode_rules: names of rules by which lines are repaired first.
     """
 
-    def __init__(self, config: CleaningConfig, segmented: bool = False) -> None:
+    def __init__(
+        self,
+        config: CleaningConfig,
+        segmented: bool = False,
+        filters: PairFilters | None = None,
+        unicode_rules: tuple[str, ...] = (),
+    ) -> None:
         self.config = config
         self.segmented = segmented
+        self.filters = filters or PairFilters({}, TextForm())
+        self.unicode_rules = unicode_rules
+        self._has_filters = bool(self.filters.judging)
+
+    @property
+    def repetitions(self) -> tuple[str, ...]:
+        """Reasons for which a pair is removed because of an earlier one, in order."""
+        return (*(() if self.config.keep_duplicates else (Reason.DUPLICATE.value,)), *self.filters.remembering)
+
+    def check(self, lines: Iterable[tuple[bytes, bytes]]) -> CheckedPairs:
+        """Check a batch of pairs (source, target)."""
+        texts: list[tuple[str, str]] = []
+        places: list[int] = []
+        removals, repaired = Removals(), Counter[tuple[str, str]]()
+        place = -1
+        for place, (source_line, target_line) in enumerate(lines):
+            found = self._check(source_line, target_line, repaired)
+            if isinstance(found, str):
+                removals.add(found, source_line, target_line)
+            else:
+                texts.append(found)
+                places.append(place)
+        hashes = {}
+        for reason in self.repetitions:
+            duplicate = reason == Reason.DUPLICATE.value
+            keys = map("\n".join, texts) if duplicate else self.filters.keys(reason, texts)
+            hashes[reason] = hashes_of(keys, len(texts))
+        return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
+
+    def _check(
+        self, source_line: bytes, target_line: bytes, repaired: Counter[tuple[str, str]]
+    ) -> tuple[str, str] | str:
+        """Return the text of a pair, or the reason to remove it."""
+        try:
+            source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
+        except UnicodeDecodeError:
+            return Reason.UNDECODABLE.value
+        if self.unicode_rules:
+            source = self._repaired(source, "source", repaired)
+            target = self._repaired(target, "target", repaired)
+        if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
+            return Reason.BAD_CHARACTER.value
+        source = normalise_whitespace(source, self.segmented)
+        target = normalise_whitespace(target, self.segmented)
+        if not source or not target:
+            return Reason.EMPTY.value
+        if self.config.remove_identical and source == target:
+            return Reason.IDENTICAL.value
+        # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
+        if max(source.count(" "), target.count(" ")) >= self.config.max_length:
+            return Reason.TOO_LONG.value
+        if self._has_filters and (fault := self.filters.fault(source, target)):
+            return fault
+        return source, target
+
+    def _repaired(self, line: str, side: str, repaired: Counter[tuple[str, str]]) -> str:
+        line, changed = repair(line, self.unicode_rules)
+        repaired.update((rule, side) for rule in changed)
+        return line
+
+
+class PairCleaner:
+    """A filter of pairs that counts removed ones. It remembers 8 bytes of each pair, to recognise duplicates.
+
+    It is for one process, which takes the batches in order. Others may have checked them with ``checker``.
+
+    Args:
+        config: criteria for keeping pairs.
+        segmented: True if the text is already segmented, its tokens separated by ASCII spaces.
+        filters: further criteria; ``near_duplicates`` remembers another 8 bytes of each pair.
+        unicode_rules: names of rules by which lines are repaired first.
+
+    Attributes:
+        checker: the checks that need no other pair.
+        read: pairs seen so far.
+        removals: pairs removed so far.
+        repaired: lines that a Unicode rule changed, by (rule, side).
+    """
+
+    def __init__(
+        self,
+        config: CleaningConfig,
+        segmented: bool = False,
+        filters: PairFilters | None = None,
+        unicode_rules: tuple[str, ...] = (),
+    ) -> None:
+        self.config = config
+        self.checker = PairChecker(config, segmented, filters, unicode_rules)
         self.read = 0
-        self.removed: Counter[Reason] = Counter()
-        self._seen = _SeenHashes()
+        self.removals = Removals()
+        self.repaired: Counter[tuple[str, str]] = Counter()
+        self._repetitions = Repetitions(self.checker.repetitions)
+
+    @property
+    def removed(self) -> Counter[str]:
+        """Number of pairs removed so far, by reason."""
+        return self.removals.counts
 
     @property
     def kept(self) -> int:
         """Number of pairs that passed every check made so far."""
         return self.read - self.removed.total()
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """All reasons for which pairs may be removed, in the order in which they are checked."""
+        filters, order = self.checker.filters, [reason.value for reason in Reason]
+        duplicate = order.index(Reason.DUPLICATE.value)
+        return (*order[:duplicate], *filters.judging, order[duplicate], *filters.remembering, *order[duplicate + 1 :])
+
+    def describe(self, reason: str) -> str:
+        """Describe a reason, for the report."""
+        return describe(reason, self.config, self.checker.filters.configs)
+
     def texts(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
         """Yield the pairs with acceptable text, decoded and with normalised white space, in their order."""
-        sound = self._sound(lines)
-        if self.config.keep_duplicates:
-            yield from sound
-            return
-        for chunk in batched(sound, _DUPLICATE_CHUNK):
-            new = self._seen.add(np.fromiter(map(_pair_hash, chunk), np.uint64, len(chunk)))
-            self.removed[Reason.DUPLICATE] += len(chunk) - int(new.sum())
-            yield from compress(chunk, new)
+        for chunk in batched(lines, _CHUNK_PAIRS):
+            checked = self.checker.check(chunk)
+            yield from compress(checked.texts, self.accept(checked))
 
-    def fits(self, source_lengths: Sequence[int], target_lengths: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def accept(self, checked: CheckedPairs, text_of: TextOf | None = None) -> npt.NDArray[np.bool_]:
+        """Count the next pairs that ``checker`` has checked, in their order, and find those that are no repetitions.
+
+        Args:
+            checked: N of the pairs have no fault.
+            text_of: returns the text of one of these, for examples; None takes ``checked.texts``.
+
+        Returns:
+            True for pairs to keep. Shape: (N,)
+        """
+        self.read += checked.read
+        self.removals.merge(checked.removals)
+        self.repaired.update(checked.repaired)
+        text_of = text_of or checked.texts.__getitem__
+        return self._repetitions.remove(len(checked.places), checked.hashes, self.removals, text_of)
+
+    def fits(
+        self, source_lengths: Sequence[int], target_lengths: Sequence[int], pairs: Sequence[tuple[str, str]] = ()
+    ) -> npt.NDArray[np.bool_]:
         """Find the pairs with allowed lengths, and count the others as removed.
 
         Args:
             source_lengths: source lengths in tokens. Shape: (N,)
             target_lengths: target lengths in tokens. Shape: (N,)
+            pairs: their text, for examples of removed pairs; empty if it is not known.
 
         Returns:
             True for pairs to keep. Shape: (N,)
@@ -164,69 +323,7 @@ class PairCleaner:
             (Reason.TOO_SHORT, shorter < config.min_length),
             (Reason.RATIO, (longer > config.ratio_from) & (longer > config.max_ratio * shorter)),
         ):
-            self.removed[reason] += int((keep & faulty).sum())
+            for number in np.flatnonzero(keep & faulty).tolist():
+                self.removals.add(reason.value, *(pairs[number] if pairs else ()))
             keep &= ~faulty
         return keep
-
-    def _sound(self, lines: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-        for source_line, target_line in lines:
-            self.read += 1
-            checked = self._check(source_line, target_line)
-            if isinstance(checked, Reason):
-                self.removed[checked] += 1
-            else:
-                yield checked
-
-    def _check(self, source_line: bytes, target_line: bytes) -> tuple[str, str] | Reason:
-        try:
-            source, target = source_line.decode("utf-8"), target_line.decode("utf-8")
-        except UnicodeDecodeError:
-            return Reason.UNDECODABLE
-        if _BAD_CHARACTER.search(source) or _BAD_CHARACTER.search(target):
-            return Reason.BAD_CHARACTER
-        source = normalise_whitespace(source, self.segmented)
-        target = normalise_whitespace(target, self.segmented)
-        if not source or not target:
-            return Reason.EMPTY
-        if self.config.remove_identical and source == target:
-            return Reason.IDENTICAL
-        # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
-        if max(source.count(" "), target.count(" ")) >= self.config.max_length:
-            return Reason.TOO_LONG
-        return source, target
-
-
-def _pair_hash(pair: tuple[str, str]) -> int:
-    """Hash a pair to 64 bits: among 20 million pairs, any two collide with a probability of 1 in 100,000."""
-    return int.from_bytes(hashlib.blake2b("\n".join(pair).encode("utf-8"), digest_size=8).digest(), "little")
-
-
-class _SeenHashes:
-    """A set of 64-bit numbers in 8 bytes each; a Python set takes about 80.
-
-    It consists of sorted runs, each more than twice as long as the next. Adding merges runs of similar size, so every
-    number is moved only a logarithmic number of times.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[npt.NDArray[np.uint64]] = []
-
-    def add(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Add all numbers.
-
-        Returns:
-            True for numbers that are neither in the set nor earlier in ``hashes``. Shape: (N,) -> (N,)
-        """
-        unique, first = np.unique(hashes, return_index=True)
-        fresh = np.ones(len(unique), dtype=np.bool_)
-        for run in self._runs:
-            position = np.minimum(np.searchsorted(run, unique), len(run) - 1)
-            fresh &= run[position] != unique
-        new = np.zeros(len(hashes), dtype=np.bool_)
-        new[first[fresh]] = True
-        added = unique[fresh]
-        if len(added):
-            while self._runs and len(self._runs[-1]) <= 2 * len(added):
-                added = np.sort(np.concatenate((self._runs.pop(), added)), kind="stable")
-            self._runs.append(added)
-        return new

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -190,26 +190,73 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
+class Tokens(NamedTuple):
+    """Sentences of one side, end to end, without BOS and EOS.
+
+    Attributes:
+        numbers: tokens of all sentences. Shape: (tokens,)
+        lengths: number of tokens of each sentence. Shape: (N,)
+    """
+
+    numbers: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]], vocab_size: int) -> Tokens:
+        """Return sentences in the form of the files of a vocabulary's size."""
+        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        dtype = _DTYPES[token_dtype(vocab_size)]
+        return cls(np.fromiter(chain.from_iterable(sentences), dtype, int(lengths.sum())), lengths)
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the type of the tokens of a vocabulary: below 65,536 a token takes two bytes, otherwise four."""
+    return "uint16" if vocab_size < 1 << 16 else "int32"
+
+
 class CorpusWriter:
     """Writer of a new split, for use in a ``with`` statement. It holds the pairs of one call in memory.
 
     Args:
         directory: directory of the files.
         split: ``train`` or ``valid``.
-        vocab_size: tokens of the larger vocabulary: below 65,536 a token takes two bytes, otherwise four.
+        vocab_size: tokens of the larger vocabulary.
         unknown: unknown tokens of source and target, which are counted.
+        weighted: True if pairs have weights.
     """
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, unknown: tuple[int, int] = (UNK, UNK)) -> None:
-        dtype = "uint16" if vocab_size < 1 << 16 else "int32"
-        self._source = _SideWriter(directory, f"{split}.source", dtype, unknown[0])
-        self._target = _SideWriter(directory, f"{split}.target", dtype, unknown[1])
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        vocab_size: int,
+        unknown: tuple[int, int] = (UNK, UNK),
+        weighted: bool = False,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._source = _SideWriter(directory, f"{split}.source", token_dtype(vocab_size), unknown[0])
+        self._target = _SideWriter(directory, f"{split}.target", token_dtype(vocab_size), unknown[1])
+        self._weights = (directory / weights_file(split)).open("wb") if weighted else None
 
-    def append(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-        """Append pairs of token numbers, without BOS and EOS."""
-        assert len(sources) == len(targets), f"{len(sources)} sources for {len(targets)} targets"
-        self._source.append(sources)
-        self._target.append(targets)
+    def append(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        weights: npt.NDArray[np.floating] | None = None,
+    ) -> None:
+        """Append pairs of token numbers, without BOS and EOS; weights if the writer is ``weighted``. Shape: (N,)."""
+        self.append_tokens(Tokens.of(sources, self._vocab_size), Tokens.of(targets, self._vocab_size), weights)
+
+    def append_tokens(self, source: Tokens, target: Tokens, weights: npt.NDArray[np.floating] | None = None) -> None:
+        """Append pairs in the form of the files; see :meth:`append`."""
+        pairs = len(source.lengths)
+        assert pairs == len(target.lengths), f"{pairs} sources for {len(target.lengths)} targets"
+        assert (weights is None) == (self._weights is None), "either all pairs have weights or none"
+        self._source.append(source)
+        self._target.append(target)
+        if self._weights is not None and weights is not None:
+            assert pairs == len(weights), f"{len(weights)} weights for {pairs} pairs"
+            self._weights.write(weights.astype(_WEIGHT).tobytes())
 
     @property
     def stats(self) -> SplitStats:
@@ -224,6 +271,8 @@ class CorpusWriter:
     ) -> None:
         self._source.close()
         self._target.close()
+        if self._weights is not None:
+            _close(self._weights)
 
 
 class _SideWriter:
@@ -237,16 +286,15 @@ class _SideWriter:
         self._offsets.write(np.zeros(1, _OFFSET).tobytes())
         self.count = self._end = self._unknown = self._longest = 0
 
-    def append(self, sentences: Sequence[Sequence[int]]) -> None:
-        if not sentences:
+    def append(self, sentences: Tokens) -> None:
+        numbers, lengths = sentences
+        if not len(lengths):
             return
-        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        tokens = np.fromiter(chain.from_iterable(sentences), self._dtype, int(lengths.sum()))
-        self._tokens.write(tokens.tobytes())
+        self._tokens.write(numbers.astype(self._dtype, copy=False).tobytes())
         self._offsets.write((self._end + np.cumsum(lengths)).astype(_OFFSET).tobytes())
-        self.count += len(sentences)
-        self._end += len(tokens)
-        self._unknown += int((tokens == self._unk).sum())
+        self.count += len(lengths)
+        self._end += len(numbers)
+        self._unknown += int((numbers == self._unk).sum())
         self._longest = max(self._longest, int(lengths.max()))
 
     @property
@@ -255,6 +303,11 @@ class _SideWriter:
 
     def close(self) -> None:
         for file in (self._tokens, self._offsets):
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+            _close(file)
+
+
+def _close(file: BinaryIO) -> None:
+    """Close a file whose content is to survive a power failure."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())

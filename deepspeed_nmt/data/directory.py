@@ -52,7 +52,9 @@ class Meta(Config):
         vocabulary_size: tokens of the target's side, including special ones.
         source_vocabulary_size: tokens of the source's side; None in older directories, where both sides are equal.
         pairs_read: training pairs before cleaning.
-        removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason`, zeros included.
+        removed: removed training pairs by :class:`~deepspeed_nmt.data.clean.Reason` and by filter, zeros included.
+        removed_examples: some of them, as (source, target), shortened; none in older directories.
+        repaired: lines of the training text that a Unicode rule changed, by rule and side; none in older directories.
         splits: statistics of ``train`` and ``valid``; valid is not cleaned.
         round_trips: lines that encoding and decoding changes, by ``<split>.<side>``; empty in older directories.
         files: every file of the directory except ``meta.json``.
@@ -68,6 +70,8 @@ class Meta(Config):
     source_vocabulary_size: int | None = None
     pairs_read: int
     removed: dict[str, int]
+    removed_examples: dict[str, tuple[tuple[str, str], ...]] = Field(default_factory=dict)
+    repaired: dict[str, dict[str, int]] = Field(default_factory=dict)
     splits: dict[str, SplitStats]
     round_trips: dict[str, RoundTrip] = Field(default_factory=dict)
     files: dict[str, FileRecord]

@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_row
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -40,6 +39,7 @@ class Update:
         padded_positions: source and target positions of this rank's micro-batches, padding included.
         real_positions: the same without padding.
         after: position of the next update in the data.
+        corpus_tokens: target tokens of each corpus in the whole update.
     """
 
     number: int
@@ -48,6 +48,7 @@ class Update:
     padded_positions: int
     real_positions: int
     after: Cursor
+    corpus_tokens: tuple[int, ...] = ()
 
 
 def collate(
@@ -82,6 +83,7 @@ def collate(
             target_tokens=0,
             pad=pad,
             update=update,
+            **_per_pair(corpus, indices),
         )
     sources = [corpus.source(int(i)) for i in (indices if source_indices is None else source_indices)]
     targets = [corpus.target(int(i)) for i in indices]
@@ -105,7 +107,7 @@ def collate(
         target_tokens=sum(map(len, targets)) + rows,
         pad=pad,
         update=update,
-        weights_B=_weights(corpus, indices),
+        **_per_pair(corpus, indices),
     )
 
 
@@ -146,14 +148,20 @@ def collate_packed(
         update=update or UpdateInfo(),
         source_segments=source_segments,
         target_segments=target_segments,
-        weights_B=_weights(corpus, indices) if len(indices) else None,
+        **_per_pair(corpus, indices),
     )
 
 
-def _weights(corpus: Corpus | Corpora, indices: Indices) -> Tensor | None:
-    """Return the weights of pairs; None if the corpus has none. Shape: (B,) -> (B,)."""
+def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
+    """Return the weights of pairs, and what corpora they are of, as arguments of a batch."""
+    found: dict[str, Any] = {}
     weights = corpus.weights_of(indices)
-    return None if weights is None else torch.from_numpy(weights)
+    if weights is not None and len(indices):
+        found["weights_B"] = torch.from_numpy(weights)
+    if isinstance(corpus, Corpora) and len(corpus.parts) > 1:
+        numbers = corpus.part_of(indices) if len(indices) else np.zeros(1, dtype=np.int64)
+        found |= {"corpora": len(corpus.parts), "corpora_B": torch.from_numpy(numbers)}
+    return found
 
 
 class TrainLoader:
@@ -243,8 +251,14 @@ class TrainLoader:
             target_tokens=tokens,
             padded_positions=sum(b.source_BS.numel() + b.target_input_BT.numel() for b in batches),
             real_positions=sum(b.source_tokens + b.target_tokens for b in batches),
+            corpus_tokens=self._corpus_tokens(window, positions),
             after=after,
         )
+
+    def _corpus_tokens(self, window: Window, positions: Indices) -> tuple[int, ...]:
+        parts = self.corpora.part_of(window.rows[positions])
+        tokens = np.bincount(parts, window.target[positions], minlength=len(self.corpora.parts))
+        return tuple(map(int, tokens))
 
     def _makers(self, window: Window, positions: Indices) -> list[Callable[[UpdateInfo], Batch]]:
         """Cut an update, and return a function for each of this rank's micro-batches that makes it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -79,13 +80,13 @@ class Phase(Config):
 
     Attributes:
         first: first update.
-        temperature: of the shares; None for the weights alone.
+        temperature: of the shares; 0 for the weights alone.
         streams: the corpora.
         absent: corpora that the run had before, but not in this phase.
     """
 
     first: int
-    temperature: float | None
+    temperature: float
     streams: tuple[Stream, ...]
     absent: tuple[Stream, ...] = ()
 
@@ -100,14 +101,14 @@ class Phase(Config):
 class MixtureConfig(Config):
     """Training on several corpora."""
 
-    temperature: float | None = Field(
-        default=None,
-        ge=1.0,
+    temperature: float = Field(
+        default=0.0,
+        ge=0.0,
         description="a corpus' share of the target tokens is its weight times its size to the power of "
-        "1/temperature: 1 is in proportion to the sizes; null: the weights alone",
+        "1/temperature: 1 is in proportion to the sizes; 0: the weights alone",
     )
-    tag: str = Field(
-        default="source", pattern="^(source|target)$", description="side in front of which a corpus' tag stands"
+    tag: Literal["source", "target"] = Field(
+        default="source", description="side in front of which the tag of a corpus stands"
     )
 
 
@@ -189,7 +190,7 @@ class Shares:
         """Return the share of each corpus in an update; all are 0 if none has a weight."""
         streams, temperature = self.phase.streams, self.phase.temperature
         total = sum(stream.tokens for stream in streams)
-        sizes = [1.0 if temperature is None else (each.tokens / total) ** (1.0 / temperature) for each in streams]
+        sizes = [(each.tokens / total) ** (1.0 / temperature) if temperature else 1.0 for each in streams]
         values = [
             size * next((weight.value for weight in stream.weights if weight.holds(update)), 0.0)
             for size, stream in zip(sizes, streams, strict=True)

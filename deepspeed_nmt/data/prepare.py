@@ -1,15 +1,14 @@
-"""Preparation of a data directory: check, clean, train the vocabulary, encode, record hashes.
+"""Preparation of a data directory: clean, train the vocabulary, encode, record hashes.
 
-The text is read several times (checking, cleaning, copying), and hashed each time, because it must not change. It is
-never held in memory, which holds the vocabulary's sample and 8 bytes for each pair. Files are written into a hidden
-directory beside the result, renamed at the end.
+Each input is read once, and hashed meanwhile. Worker processes clean and encode it in pieces. It is never held in
+memory, which holds the vocabulary's sample and 8 bytes for each pair, 12 if pairs have weights. Files are written
+into a hidden directory beside the result, renamed at the end.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ import numpy as np
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger, progress
-from deepspeed_nmt.core.vocabulary import SIDES, Side
+from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import PREFIX, BertTokenizer
-from deepspeed_nmt.data.clean import PairCleaner, Reason, batched, normalise_whitespace, read_lines
-from deepspeed_nmt.data.corpus import CorpusWriter, SplitStats
+from deepspeed_nmt.data.clean import PairCleaner, read_lines
 from deepspeed_nmt.data.directory import (
     FORMAT,
     META_FILE,
@@ -30,10 +28,20 @@ from deepspeed_nmt.data.directory import (
     Meta,
     open_tokenizer,
 )
-from deepspeed_nmt.data.inputs import Paths, copy_text, inspect_inputs, read_pairs
-from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions
-from deepspeed_nmt.data.round_trip import RoundTrip, RoundTrips
+from deepspeed_nmt.data.inputs import (
+    STANDARD_INPUT,
+    Paths,
+    check_inputs,
+    copy_text,
+    inspect_inputs,
+    unaligned,
+    unaligned_error,
+)
+from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
+from deepspeed_nmt.data.reading import read_pieces
 from deepspeed_nmt.data.sentencepiece import train_bpe, train_words
+from deepspeed_nmt.data.sizes import check_room, sizes_before_cleaning, sizes_before_encoding
+from deepspeed_nmt.data.stages import PairFiles, clean_text, encode_split
 from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import DataError
@@ -43,8 +51,7 @@ from deepspeed_nmt.text import looks_tokenised, warn_of_missing_rules
 
 SAMPLE_PAIRS = 1_000_000
 """Pairs that a BPE vocabulary is trained on if there are more: two million lines."""
-_BATCH_PAIRS = 10_000
-_PREPARED = re.compile(r"(train|valid|test)\.(source|target)(\..*)?|vocabulary\..*")
+_PREPARED = re.compile(r"(train|valid|test)\.(source|target|weights)(\..*)?|vocabulary\..*")
 """Names of the files of a data directory besides META_FILE."""
 
 
@@ -61,17 +68,16 @@ def prepare(options: PrepareOptions) -> Meta:
     """
     out = resolved(options.out)  # renaming onto a link would replace the link
     _check_replaceable(out, options.overwrite)
-    inputs = inspect_inputs({split: options.paths(split) for split in options.splits})
-    _check_outside(out, inputs)
+    check_inputs({input_option(name): paths for name, paths in options.inputs.items()})
+    _check_outside(out, options)
     given = _given_vocabulary(options)
-    recorded = options.recorded(given)
     try:
         with replacing(out, _is_whole):
             _check_replaceable(out, options.overwrite)  # another process may have made it, or it is restored
             if (out / META_FILE).exists() and not options.overwrite:
-                return _same_or_refuse(out, recorded, inputs)
+                return _same_or_refuse(out, options.recorded(given), inspect_inputs(options.inputs))
             with staged(out) as staging:
-                return _fill(staging, options, given, recorded, inputs)
+                return _fill(staging, options, given)
     except OSError as error:
         raise DataError(
             f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
@@ -87,73 +93,84 @@ def _is_whole(out: Path) -> bool:
     return True
 
 
-def _fill(
-    staging: Path,
-    options: PrepareOptions,
-    given: Tokenizer | None,
-    recorded: dict[str, Any],
-    inputs: dict[str, tuple[InputRecord, ...]],
-) -> Meta:
-    cleaner = PairCleaner(options.cleaning, options.segmented)
-    clean_source, clean_target = staging / "clean.source", staging / "clean.target"
-    pairs = sum(record.lines for record in inputs["train.source"])
-    lines = progress(read_pairs(inputs["train.source"], inputs["train.target"]), "cleaning", "pairs", total=pairs)
-    with clean_source.open("wb") as source_file, clean_target.open("wb") as target_file:
-        for source, target in cleaner.texts(lines):
-            source_file.write(source.encode() + b"\n")
-            target_file.write(target.encode() + b"\n")
+def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None) -> Meta:
+    sets = options.training_sets
+    sizes = sizes_before_cleaning(sets, given, options.weighted)
+    check_room(sizes, staging)
+    inputs = _copy_held_out(staging, options)
+
+    cleaner = PairCleaner(options.cleaning, options.segmented, options.pair_filters(), options.unicode)
+    records: dict[str, list[InputRecord]] = {}
+    files = (staging / "clean.source", staging / "clean.target")
+    expected = None if sizes is None else _rounded(sizes.pairs)
+    clean = clean_text(read_pieces(sets, records), options.layout, cleaner, files, options.workers, expected)
+    inputs |= {name: tuple(each) for name, each in records.items()}
     _check_some_left(cleaner)
 
-    tokenizer = given or _train_vocabulary(options, (clean_source, clean_target), cleaner.kept)
+    tokenizer = given or _train_vocabulary(options, files, cleaner.kept)
     tokenizer.save(staging)
-
-    clean = zip(read_lines((clean_source,)), read_lines((clean_target,)), strict=True)
-    lines = progress(clean, "encoding", "pairs", total=cleaner.kept)
-    texts = ((source.decode(), target.decode()) for source, target in lines)
-    encoded = {"train": _encode(texts, tokenizer, staging, "train", cleaner.kept, options.threads, cleaner)}
+    check_room(sizes_before_encoding(clean, tokenizer, options.weighted), staging)
+    encoded = {"train": encode_split(clean, tokenizer, staging, "train", options.workers, cleaner, options.weighted)}
     _check_some_left(cleaner)
-    clean_source.unlink()
-    clean_target.unlink()
-
+    for path in files:
+        path.unlink()
     # Every line of valid is encoded, broken ones as well as possible: line numbers must stay those of the text.
-    valid = (
-        (_lenient(source, options.segmented), _lenient(target, options.segmented))
-        for source, target in read_pairs(inputs["valid.source"], inputs["valid.target"])
-    )
-    valid_pairs = sum(record.lines for record in inputs["valid.source"])
-    encoded["valid"] = _encode(valid, tokenizer, staging, "valid", valid_pairs, options.threads)
-    if valid_pairs == 0:
-        raise DataError(
-            f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
-            "hold out some hundreds of sentence pairs of the training text"
-        )
-    for split in options.splits[1:]:
-        for name in (f"{split}.source", f"{split}.target"):
-            copy_text(inputs[name], staging / name)
+    valid = PairFiles.of(staging / "valid.source", staging / "valid.target")
+    encoded["valid"] = encode_split(valid, tokenizer, staging, "valid", options.workers)
 
     if options.text == "moses" and options.target_lang is not None:
         warn_of_missing_rules(options.target_lang, "--target-lang")
     if options.text_form.form == "raw":
         _warn_of_tokens(staging / "valid.target")
 
-    files = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
+    written = {path.name: FileRecord.of(path) for path in sorted(staging.iterdir())}
     meta = Meta(
         format=FORMAT,
         version=__version__,
-        options=recorded,
-        inputs=inputs,
+        options=options.recorded(given),
+        inputs={name: inputs[name] for name in options.inputs},
         segmented=tokenizer.segmented,
         text=options.text_form,
         vocabulary_size=tokenizer.size,
         source_vocabulary_size=tokenizer.vocabulary.source.size,
         pairs_read=cleaner.read,
-        removed={reason.value: cleaner.removed[reason] for reason in Reason},
+        removed={reason: cleaner.removed[reason] for reason in cleaner.reasons},
+        removed_examples={reason: tuple(cleaner.removals.examples.get(reason, ())) for reason in cleaner.reasons},
+        repaired={rule: {side: cleaner.repaired[rule, side] for side in SIDES} for rule in options.unicode},
         splits={split: stats for split, (stats, _) in encoded.items()},
         round_trips={f"{split}.{side}": tried[side] for split, (_, tried) in encoded.items() for side in SIDES},
-        files=files,
+        files=written,
     )
     write_record(staging / META_FILE, f"{meta.model_dump_json(indent=2)}\n".encode())
     return meta
+
+
+def _copy_held_out(staging: Path, options: PrepareOptions) -> dict[str, tuple[InputRecord, ...]]:
+    """Copy the text of validation and test set, and return records of its files.
+
+    Raises:
+        DataError: if files are not aligned, or the validation set is empty.
+    """
+    records: dict[str, tuple[InputRecord, ...]] = {}
+    problems = []
+    for split in options.splits[1:]:
+        for side, paths in zip(SIDES, options.paths(split), strict=True):
+            records[f"{split}.{side}"] = copy_text(paths, staging / f"{split}.{side}")
+        pairs = zip(*(records[f"{split}.{side}"] for side in SIDES), strict=True)
+        problems += [unaligned([(record.path, record.lines) for record in pair]) for pair in pairs]
+    if found := [problem for problem in problems if problem is not None]:
+        raise unaligned_error(found)
+    if sum(record.lines for record in records["valid.source"]) == 0:
+        raise DataError(
+            f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
+            "hold out some hundreds of sentence pairs of the training text"
+        )
+    return records
+
+
+def _rounded(count: int) -> int:
+    """Round an estimate to two digits."""
+    return round(count, 2 - len(str(count)))
 
 
 def _warn_of_tokens(path: Path) -> None:
@@ -167,10 +184,6 @@ def _warn_of_tokens(path: Path) -> None:
             f"{count:,}",
             f"{len(lines):,}",
         )
-
-
-def _lenient(line: bytes, segmented: bool) -> str:
-    return normalise_whitespace(line.decode("utf-8", errors="replace"), segmented)
 
 
 def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Tokenizer:
@@ -188,38 +201,11 @@ def _train_vocabulary(options: PrepareOptions, files: Paths, pairs: int) -> Toke
     return train_bpe(lines, size, options.character_coverage, options.normalization or "nfkc")
 
 
-def _encode(
-    pairs: Iterable[tuple[str, str]],
-    tokenizer: Tokenizer,
-    directory: Path,
-    split: str,
-    total: int,
-    threads: int,
-    cleaner: PairCleaner | None = None,
-) -> tuple[SplitStats, dict[Side, RoundTrip]]:
-    """Encode a split of about ``total`` pairs, without those that the cleaner finds too long."""
-    vocabulary = tokenizer.vocabulary
-    tried = {side: RoundTrips(tokenizer, side, total) for side in SIDES}
-    size, unknown = max(vocabulary.size, vocabulary.source.size), (vocabulary.source.unk, vocabulary.unk)
-    with CorpusWriter(directory, split, size, unknown) as writer:
-        for batch in batched(pairs, _BATCH_PAIRS):
-            sources = tokenizer.encode_batch([source for source, _ in batch], "source", threads)
-            targets = tokenizer.encode_batch([target for _, target in batch], "target", threads)
-            if cleaner is not None:
-                keep = cleaner.fits([len(source) for source in sources], [len(target) for target in targets])
-                batch = list(compress(batch, keep))
-                sources, targets = list(compress(sources, keep)), list(compress(targets, keep))
-            tried["source"].add((source for source, _ in batch), sources)
-            tried["target"].add((target for _, target in batch), targets)
-            writer.append(sources, targets)
-        return writer.stats, {side: each.result for side, each in tried.items()}
-
-
 def _check_some_left(cleaner: PairCleaner) -> None:
     if cleaner.kept == 0:
         reasons = "; ".join(
-            f"{cleaner.removed[reason]}: {cleaner.config.describe(reason)}"
-            for reason in Reason
+            f"{cleaner.removed[reason]}: {cleaner.describe(reason)}"
+            for reason in cleaner.reasons
             if cleaner.removed[reason]
         )
         raise DataError(
@@ -274,10 +260,10 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
         )
 
 
-def _check_outside(out: Path, inputs: dict[str, tuple[InputRecord, ...]]) -> None:
+def _check_outside(out: Path, options: PrepareOptions) -> None:
     """Refuse to replace a directory that the text is in, which would be lost with it."""
-    paths = (record.path for records in inputs.values() for record in records)
-    if inside := [path for path in paths if resolved(Path(path)).is_relative_to(out)]:
+    paths = (path for paths in options.inputs.values() for path in paths)
+    if inside := [path for path in paths if path != STANDARD_INPUT and resolved(path).is_relative_to(out)]:
         raise DataError(
             f"--out must be another directory than that of the text, but {out} holds {inside[0]}; choose another "
             "--out"

@@ -31,9 +31,17 @@ class RoundTrip(Config):
     changed: int = 0
     examples: tuple[tuple[str, str], ...] = ()
 
+    def followed_by(self, other: RoundTrip) -> RoundTrip:
+        """Return the sum of this and of later lines."""
+        return RoundTrip(
+            lines=self.lines + other.lines,
+            changed=self.changed + other.changed,
+            examples=(self.examples + other.examples)[:EXAMPLES],
+        )
+
 
 class RoundTrips:
-    """A check of every k-th line of one side of a split.
+    """A check of every k-th line of one side of a split. Lines have places, so that processes can share the work.
 
     Args:
         tokenizer: that has encoded the lines.
@@ -45,29 +53,30 @@ class RoundTrips:
         self._tokenizer = tokenizer
         self._side = side
         self._every = max(1, -(-total // SAMPLE_LINES))
-        self._seen = self._lines = self._changed = 0
-        self._examples: list[tuple[str, str]] = []
 
-    def add(self, texts: Iterable[str], encoded: Iterable[list[int]]) -> None:
-        """Check lines against their tokens."""
-        for text, tokens in zip(texts, encoded, strict=True):
-            self._seen += 1
-            if self._seen % self._every:
+    def check(self, places: Iterable[int], texts: Iterable[str], encoded: Iterable[list[int]]) -> RoundTrip:
+        """Check lines against their tokens.
+
+        Args:
+            places: places of the lines in the split, from 0. Shape: (N,)
+            texts: the lines. Shape: (N,)
+            encoded: their tokens. Shape: (N,)
+        """
+        lines = changed = 0
+        examples: list[tuple[str, str]] = []
+        for place, text, tokens in zip(places, texts, encoded, strict=True):
+            if (place + 1) % self._every:
                 continue
             # Decoding joins segmented text, which loses nothing.
             original = self._tokenizer.reference(text) if self._tokenizer.segmented else text
             decoded = self._tokenizer.decode(tokens, self._side)
-            self._lines += 1
+            lines += 1
             if normalise_whitespace(decoded) == normalise_whitespace(original):
                 continue
-            self._changed += 1
-            if len(self._examples) < EXAMPLES:
-                self._examples.append((original, decoded))
-
-    @property
-    def result(self) -> RoundTrip:
-        """The lines checked so far."""
-        return RoundTrip(lines=self._lines, changed=self._changed, examples=tuple(self._examples))
+            changed += 1
+            if len(examples) < EXAMPLES:
+                examples.append((original, decoded))
+        return RoundTrip(lines=lines, changed=changed, examples=tuple(examples))
 
 
 def excerpts(original: str, decoded: str) -> str:

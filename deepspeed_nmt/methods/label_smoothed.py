@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.core.parts import LikelihoodConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -51,7 +51,7 @@ class LabelSmoothed:
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         """Compute the loss at the top exit of each pass; see :class:`Likelihood`."""
         states_ND = [states[TOP].flatten(0, 1) for states in passes]
         consume = partial(
@@ -63,7 +63,7 @@ class LabelSmoothed:
             row_weights_N=None if (weights_BT := batch.token_weights) is None else weights_BT.flatten(),
         )
         loss, nll_N, kl = model.projection(states_ND, consume)
-        return LossOutput(loss, nll_N.sum(), {"divergence": kl} if len(passes) > 1 else {})
+        return LikelihoodOutput(loss, nll_N, {"divergence": kl} if len(passes) > 1 else {})
 
 
 def build_label_smoothed(config: LabelSmoothedConfig, vocabulary: Vocabulary) -> LabelSmoothed:

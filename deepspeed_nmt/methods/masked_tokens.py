@@ -40,7 +40,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel
-from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -186,7 +186,7 @@ class MaskedTokens:
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         """Compute the loss of one pass; see :class:`Likelihood`. The metric "length" is the length's loss."""
         (found,) = passes
         output_BT, pad = batch.target_output_BT, self.vocabulary.pad
@@ -201,7 +201,7 @@ class MaskedTokens:
         loss, nll_N, _ = model.projection([found[TOP].flatten(0, 1)], consume)
         length = self._length(found[LENGTH], batch)
         loss = 2.0 * loss + self.config.length_weight * length
-        return LossOutput(loss, 2.0 * nll_N.sum(), {LENGTH: length.detach()})
+        return LikelihoodOutput(loss, 2.0 * nll_N, {LENGTH: length.detach()})
 
     def _length(self, logits_BL: Tensor, batch: Batch) -> Tensor:
         """Sum the length's NLL, scaled so that the engine's division by tokens makes it the configured average."""

@@ -48,7 +48,7 @@ from torch import Tensor
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
-from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.core.parts import LikelihoodConfig, Parts
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
@@ -206,7 +206,7 @@ class MultiSoftmax:
 
     def __call__(
         self, model: TranslationModel, passes: Sequence[Mapping[str, Tensor]], batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         """Compute the weighted sum of the losses of the drawn exits; see :class:`Likelihood`.
 
         The reported NLL is that of the top exit. The metric "mean_exit_nll" is the plain mean over the drawn exits.
@@ -232,12 +232,12 @@ class MultiSoftmax:
         )
         states_ND = [torch.cat([states[name].flatten(0, 1) for name in names]) for states in passes]
         loss, nll_N, kl = model.projection(states_ND, consume)
-        nll_E = nll_N.view(len(names), -1).sum(dim=1)
+        nll_EN = nll_N.view(len(names), -1)
         metrics = {"divergence": kl} if len(passes) > 1 else {}
         if len(names) > 1:
-            metrics["mean_exit_nll"] = nll_E.mean()
+            metrics["mean_exit_nll"] = nll_EN.sum(dim=1).mean()
         top = names.index(f"{model.stages[0]}-{model.stages[1]}")
-        return LossOutput(loss, nll_E[top], metrics)
+        return LikelihoodOutput(loss, nll_EN[top], metrics)
 
 
 def _draw(total: int, count: int, *parts: int) -> list[int]:

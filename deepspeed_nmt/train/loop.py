@@ -41,7 +41,8 @@ def train(session: Session, progress: Progress) -> Progress | None:
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
     if _stop_requested(session.stop, world):  # requested during set-up
         return progress
-    window = Window(session.workload)
+    plan, corpora = session.loader.plan, [part.name for part in session.loader.corpora.parts]
+    window = Window(session.workload, corpora)
     spikes = SpikeWatch(config.spike_factor)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
@@ -79,6 +80,9 @@ def train(session: Session, progress: Progress) -> Progress | None:
                     "train/rollbacks": float(progress.rollbacks),
                     "perf/hours": progress.train_seconds / 3600.0,
                 }
+                if len(corpora) > 1:
+                    epochs = plan.epochs(Cursor(progress.epoch, progress.epoch_update), progress.update + 1)
+                    values |= {f"data/{name}/epochs": each for name, each in zip(corpora, epochs, strict=True)}
                 session.metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if session.monitor.due(progress.update):
                 progress, fatal = _measure_collapse(session, progress)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult, add_sums
 from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
@@ -39,16 +42,19 @@ class Window:
 
     Args:
         workload: cost of training; None if it is unknown.
+        corpora: names of the corpora that the run is trained on.
     """
 
-    def __init__(self, workload: Workload | None) -> None:
+    def __init__(self, workload: Workload | None, corpora: Sequence[str] = ()) -> None:
         self.skipped = 0
         self._workload = workload
+        self._corpora = corpora
         self._clear()
 
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.tokens_of: dict[str, int] = {}
+        self.corpus_tokens = np.zeros(len(self._corpora), dtype=np.int64)
         self.tokens = self.worked = self.padded = self.real = self.updates = 0
         self.waited = self.elapsed = 0.0
         self.result: UpdateResult | None = None
@@ -60,6 +66,7 @@ class Window:
         else:
             add_sums(self.sums, result.sums)
             self.tokens += update.target_tokens
+            self.corpus_tokens += np.array(update.corpus_tokens[: len(self._corpora)], dtype=np.int64)
             for name in result.sums:  # some regularizers are computed in some updates only
                 self.tokens_of[name] = self.tokens_of.get(name, 0) + update.target_tokens
         self.worked += update.target_tokens  # skipped updates cost time, too
@@ -77,7 +84,13 @@ class Window:
         device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
         total = sum_over_data_ranks(device_sums, world)
         padded, real = total.pop("positions/padded"), total.pop("positions/real")
+        by_corpus = [total.pop(f"{CORPUS_SUM}{number}", 0.0) for number in range(len(self._corpora))]
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
+        if len(self._corpora) > 1:
+            for name, nll, tokens in zip(self._corpora, by_corpus, self.corpus_tokens.tolist(), strict=True):
+                values[f"data/{name}/share"] = tokens / max(1, self.tokens)
+                if tokens:
+                    values[f"train/{name}/nll"] = nll / tokens
         if "train/nll" in values:
             values["train/ppl"] = math.exp(min(values["train/nll"], 100.0))
         values.update(

@@ -274,7 +274,7 @@ def _check(
         if options.vocab_from is not None:
             open_tokenizer(options.vocab_from)
     except UserError as error:
-        parser.error(str(error).replace("--max-ratio", "--ratio"))
+        parser.error(str(error).replace("--max-ratio", "--ratio").replace("--workers", "--threads"))
 
 
 def _text_directory(out: Path, text: str, normalise: bool) -> Path:
@@ -293,7 +293,7 @@ def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: S
     # Words of the user stand where no option takes several values, which would take a stray word for one more.
     words = ["--ratio-from", "1", *more, "--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
     words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}"]
-    words += ["--threads", str(arguments.threads)]
+    words += ["--workers", str(arguments.threads)]
     words += [] if arguments.dedup else ["--keep-duplicates"]
     words += ["--text", text, "--source-lang", task.source, "--target-lang", task.target]
     directory = _text_directory(out, text, arguments.normalise)

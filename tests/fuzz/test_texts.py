@@ -110,6 +110,7 @@ def prepared() -> st.SearchStrategy[tuple[Any, Ends, str]]:
         "--vocab-size 400",
         "--segmented",
         "--normalization nfc --vocab-size 400",
+        "--vocab-from {} --filters web,script=Latin/Latin --unicode nfc,drop_control,drop_zero_width,drop_bidi",
     ]
     return st.tuples(st.tuples(pairs(), pairs(), pairs()), ENDS, st.sampled_from(options))
 

@@ -1,6 +1,7 @@
 """One rank of a world that trains a small model under several engines in turn.
 
-Arguments: corpus directory, output file, method, then engines (see deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
+Arguments: corpus directory, output file, method (with "+mixture" for a mixture of corpora), then engines (see
+deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
 ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If $JOINED is 1,
 queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each engine the losses,
 gradient norms and all weights after some updates, and the same for a run that was probed, stopped half-way, probed
@@ -55,14 +56,14 @@ def main() -> None:
     # Compiled layers are traced, split into forward and backward, but run by torch: code would take minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
     world = join_world("cpu", timeout_s=60, tensor_ranks=int(os.environ.get("TENSOR_RANKS", "1")))
-    directory, out, method = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    directory, out, (method, _, data) = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3].partition("+")
     case = models.self_tests()[method]
     shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}
     case = replace(case, settings={**case.settings, "model": shape})
     models.self_tests = lambda: {method: case}
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
-        loader = parity_loader(directory, world, engine_name)
+        loader = parity_loader(directory, world, engine_name, mixture=data == "mixture")
         engine = build(method, engine_name, world, directory)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())
         report[engine_name]["hooked_in_layers"] = sum(

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_nmt.selftest.models import write_corpus
-from tests.support import ROOT, run_ranks, write_weights
+from tests.support import ROOT, run_ranks, write_mixture, write_weights
 
 FULL = ["plain", "zero0", "zero1", "zero2", "zero3"]
 SIXTEEN_BIT = ["plain:bf16", "zero1:bf16", "zero3:bf16", "zero2:fp16"]
@@ -33,6 +32,8 @@ ENGINES = {
     "berts": {1: ["plain"], 2: ["zero1+packed", "zero3+recompute", "zero2:fp16"]},
     "abnet": {1: ["plain"], 2: ["zero3+recompute", "zero2:fp16"]},
     "transparent": {1: ["plain"], 2: ["zero1:bf16+packed", "zero3+recompute+packed"]},
+    # The model of vanilla on a mixture of corpora with a schedule, a tag and two segmentations.
+    "vanilla+mixture": {1: ["plain"], 2: ["plain+packed", "zero2"]},
 }
 # Engines of each method on two pairs of tensor-parallel ranks, and the settings that make the model shallower there.
 TENSOR = {
@@ -66,7 +67,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """A function that returns the report of each engine, by its name, on a method and a number of ranks."""
     corpora = {weighted: tmp_path_factory.mktemp("engines") for weighted in (False, True)}
     for corpus in corpora.values():
-        write_corpus(corpus)
+        write_mixture(corpus)
     write_weights(corpora[True])
 
     @cache

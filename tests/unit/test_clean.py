@@ -62,7 +62,7 @@ def test_white_space_is_normalised_but_segmented_tokens_are_not_split() -> None:
 
 
 def test_the_first_of_duplicates_is_kept_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_nmt.data.clean._DUPLICATE_CHUNK", 7)
+    monkeypatch.setattr("deepspeed_nmt.data.clean._CHUNK_PAIRS", 7)
     rng = np.random.default_rng(5)
     numbers = rng.integers(0, 60, 500).tolist()
     pairs = [(f"s {number}".encode(), f"t {number // 2}".encode()) for number in numbers]

@@ -113,8 +113,8 @@ def test_known_settings_are_listed_once() -> None:
         load_config(settings=[*(f"nonsense{number}.x{number}=1" for number in range(30)), "nothing={}", "none=1"])
     (problem,) = caught.value.problems
     assert problem.startswith("there are no settings 'nonsense0.x0', 'nonsense1.x1', ")
-    assert problem.endswith(" and 22 more; sections: model, layer, objective, optimizer, schedule, batch, training, "
-                            "engine, validation, collapse, search")  # fmt: skip
+    assert problem.endswith(" and 22 more; sections: model, layer, objective, optimizer, schedule, batch, mixture, "
+                            "training, engine, validation, collapse, search")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load_config(settings=["collapse.zzzzzzzzz=1", "collapse.yyyyyyyyy=1"])
     assert caught.value.problems == [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
@@ -15,7 +16,8 @@ from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, collate
 from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.errors import ConfigError
-from tests.support import random_corpus
+from deepspeed_nmt.parallel.world import World
+from tests.support import parity_loader, random_corpus, write_mixture
 
 PAD, BOS, EOS = 0, 1, 2
 VOCABULARY = Vocabulary(50)
@@ -85,3 +87,37 @@ def test_prefetching_keeps_order_raises_errors_and_closes() -> None:
     assert endless.next() == 0
     endless.close()
     assert not endless._thread.is_alive()
+
+
+@pytest.mark.parametrize("layout", ["plain", "plain+packed"])
+def test_a_mixture_is_the_same_for_any_ranks_and_resumes_anywhere(tmp_path: Path, layout: str) -> None:
+    """A mixture with a schedule, a tag, two segmentations, and a corpus that is repeated."""
+    write_mixture(tmp_path)
+
+    def sentences(rank: int, ranks: int, start: int = 0, number: int = 30) -> list[list[tuple[int, int, int]]]:
+        """Return the number, and the sums of source and target tokens, of each sentence of each update."""
+        world = World(rank, ranks, 0, torch.device("cpu"))
+        updates = parity_loader(tmp_path, world, layout, mixture=True).updates(Cursor(0, start), start + 1)
+        found = []
+        for update in itertools.islice(updates, number - start):
+            batches = [batch for batch in update.micro_batches if batch.target_tokens]
+            rows = [
+                (int(i), int(s[s != b.pad].sum()), int(t[mask].sum()))
+                for b in batches
+                for i, s, t, mask in zip(
+                    b.sentence_ids_B, b.source_rows(), b.target_rows(b.target_output_BT), b.target_mask, strict=True
+                )
+            ]
+            found.append(rows)
+        return found
+
+    alone = sentences(0, 1)
+    assert alone[17:] == sentences(0, 1, start=17), "an update does not depend on where the run resumed"
+    for ranks in (2, 4):
+        shares = [sentences(rank, ranks) for rank in range(ranks)]
+        for number, rows in enumerate(alone):
+            assert sorted(row for share in shares for row in share[number]) == sorted(rows)
+    rows = [row for update in alone for row in update]
+    ids = {row[0] for row in rows}
+    assert any(i < 300 for i in ids) and any(300 <= i < 600 for i in ids), "both segmentations are trained on"
+    assert len([row for row in rows if row[0] >= 600]) > 80, "the second corpus of 40 pairs is repeated"

@@ -110,7 +110,7 @@ def test_segmentations_follow_one_another_with_their_own_lengths() -> None:
     assert plan.updates_in(2) > plan.updates_in(0), "longer segmentations make more updates"
 
 
-def mixture(weights: list[tuple[Weight, ...]], temperature: float | None = None, tokens: int = 2000) -> MixturePlan:
+def mixture(weights: list[tuple[Weight, ...]], temperature: float = 0.0, tokens: int = 2000) -> MixturePlan:
     """Return a plan over corpora of 4,000, 1,000, 16,000, ... pairs."""
     sizes, means = (4000, 1000, 16000), (24.0, 12.0, 30.0)
     parts = [

@@ -1,0 +1,325 @@
+"""Filters of pairs: each removes what it should, and keeps its neighbour at the threshold."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.commands import prepare_cleaning
+from deepspeed_nmt.data.clean import CheckedPairs, CleaningConfig, PairChecker, PairCleaner, Reason
+from deepspeed_nmt.data.filters import FILTERS, PRESETS, PairFilters, languages, read_filters
+from deepspeed_nmt.data.filters.stream import PairStream
+from deepspeed_nmt.data.removals import Removals
+from deepspeed_nmt.data.unicode_rules import UNICODE_RULES, read_unicode_rules, repair
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.text import TextForm
+from tests.support import ROOT
+
+EN_DE = TextForm(form="raw", source_lang="en", target_lang="de")
+CASES: dict[str, list[tuple[str, str, str, str]]] = {
+    # value, source, target that is removed, target that is kept
+    "html": [
+        ("", "Click here", "Hier <b>klicken", "Hier < b klicken, <name> > a"),
+        ("", "a line", "eine<BR />Zeile", "eine <brz> Zeile"),
+        ("", "Fish & chips", "Fisch &amp; Chips", "Fisch & Chips; AT&T; &foo;"),
+        ("", "a", "b &#8211; c", "b &#x; c"),
+        ("", "a", "<!-- b", "<! -- b"),
+        ("0.25", "a", "<p>aaaaaaaa", "<p>aaaaaaaaa"),
+    ],
+    "url": [
+        ("", "see", "www.example.org hier ist es a", "www.example.org hier ist es an"),  # 15 of 29, of 30
+        ("0.75", "see", "http://example.org b c", "http://example.org bb cc"),
+        ("", "mail", "max@example.org jetzt", "max @ example.org jetzt"),
+    ],
+    "long_words": [
+        ("", "x", "a" * 40, "a" * 39),
+        ("5", "x", "ab (abcd", "ab abcd"),
+        ("5", "x", "この文は長いですabcde", "この文は長いです。空白がありませんabcd"),
+    ],
+    "letters": [
+        ("", "x", "ab 1 2 3", "ab 1 2"),
+        ("0.8", "x", "abcd 1 2", "abcd 1"),
+        ("1", "x", "हिन्दी।", "हिन्दी"),  # vowel signs belong to letters
+    ],
+    "copy": [
+        ("", "Tom lives in Boston", "Tom lives in Rom", "Tom wohnt in Rom"),  # 3 of 5 words, 2 of 6
+        ("", "Tom is fair.", "Tom ist fair.", "Tom ist sehr fair."),  # 2 of 4 words, of 5
+        ("1", "Berlin", "BERLIN!", "Berlin Mitte"),
+        ("", "5 km !", "5 KM", "5 ml !"),
+    ],
+    "digits": [
+        ("", "from 1 to 2", "von 3 bis 2 in 47", "von 3 bis 2"),  # similarity 2/6, then 2/4
+        ("1", "5 May 2010", "2011年5月", "2010年5月"),
+        ("", "in 1989", "damals", "1 Jahr nach 1988"),
+        ("", "the 100 men", "die Leute", "die Leute 10"),
+        ("", "the 100 men", "die 2", "die 1"),
+        ("", "1000000", "2 Millionen", "1 Million"),  # zeros do not count
+        ("", "the 100 men", "hundert Leute", "100 Leute"),
+        ("", "the 990 men", "x", "x 9 x"),
+        ("", "eight of 13 and 200", "acht von dreizehn", "acht von ١٣ und ٢٠٠"),
+    ],
+    "punctuation": [
+        ("", "One.", "a. b. c. d. e.", "a. b. c. d."),
+        ("0", "Is it 3.5?", "Ist es 3,5", "„Ist es 3,5?“"),
+        ("0", "Yes. No!", "はい。いいえ", "はい。いいえ！"),
+        ("0", "What?! Yes...", "Was?! Ja", "Was? Ja…"),
+    ],
+    "repetition": [
+        ("", "x", "das ist ein Test Ein Test, ein test", "das ist ein Test Ein Test, ein"),
+        ("2", "x", "sehr, sehr gut", "sehr gut, sehr"),
+        ("4", "x", "nein nein nein nein", "nein nein nein"),
+        ("", "x", "ein ein ein", "ja ja ja"),  # two characters may be repeated
+        ("", "x", "你好吗你好吗你好吗", "你好吗你好吗你好"),
+    ],
+    "script": [
+        ("", "word", "слово слово Wort Wor", "слово слово Wort Wort Wo"),  # 10 foreign letters of 17, of 20
+        ("1", "word", "Wort и", "Wort 5 µ«»"),
+        ("Latin/Cyrillic", "word", "word", "слово"),
+        ("0.9/Latin/Han+Hiragana+Katakana", "word", "これはペンabc", "これはペンです。123"),
+    ],
+    "near_duplicates": [],  # compares pairs
+    "language": [],  # below
+}
+
+
+def _removes(filters: str, pair: tuple[str, str], text: TextForm = EN_DE) -> bool:
+    stream = PairStream(filters, text)
+    (kept,) = stream.keep([pair])
+    assert stream.removals.counts.total() == 1 - kept
+    return not kept
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name, cases in CASES.items() for case in cases],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_filter_removes_a_pair_and_keeps_its_neighbour(name: str, case: tuple[str, str, str, str]) -> None:
+    value, source, removed, kept = case
+    word = f"{name}={value}" if value else name
+    assert _removes(word, (source, removed))
+    assert not _removes(word, (source, kept))
+    if name != "script":  # no other one distinguishes the sides
+        assert _removes(word, (removed, source))
+        assert not _removes(word, (kept, source))
+
+
+def test_a_number_is_no_copy() -> None:
+    assert not _removes("copy", ("12:30", "12:30"))
+
+
+def test_every_filter_has_cases() -> None:
+    assert set(CASES) == set(FILTERS)
+
+
+def test_escapes_of_moses_are_no_html() -> None:
+    pair = ("it &apos;s", "er &quot; sagt &lt; b &gt;")
+    assert _removes("html", pair)
+    assert not _removes("html", pair, TextForm("moses", target_lang="de"))
+    assert _removes("html", ("a <b> c", "d"), TextForm("moses", target_lang="de"))
+
+
+def test_near_duplicates_across_batches() -> None:
+    pairs = [
+        ("Page 1 of 7!", "Seite 1"),
+        ("page 2 OF 8", "Seite 9."),
+        ("Page 1 of 7", "Blatt"),
+        ("1", "2"),
+        ("2", "2"),
+    ]
+    for value, expected in (("", [1, 0, 1, 1, 1]), ("=source", [1, 0, 0, 1, 1]), ("=target", [1, 0, 1, 1, 0])):
+        stream = PairStream(f"near_duplicates{value}", TextForm())
+        assert stream.keep(pairs[:1]).tolist() + stream.keep(pairs[1:]).tolist() == list(map(bool, expected))
+        assert stream.removals.counts["near_duplicates"] == expected.count(0)
+    stream = PairStream("near_duplicates,letters", TextForm())
+    assert stream.keep([("1", "2"), ("ab", "cd"), ("AB", "cd!")]).tolist() == [False, True, False]
+
+
+def test_language_of_each_side() -> None:
+    pytest.importorskip("py3langid")
+    english, german = (
+        "The house is very old and has a small garden.",
+        "Das Haus ist sehr alt und hat einen kleinen Garten.",
+    )
+    assert not _removes("language", (english, german))
+    for pair in ((german, german), (english, english), (german, english)):
+        assert _removes("language", pair)
+    assert _removes("language=0.99", ("Berlin", german)), "a name is of no certain language"
+    for form, message in (
+        (TextForm(target_lang="de"), "give --source-lang"),
+        (TextForm(source_lang="en", target_lang="dee"), "--target-lang must be a language that py3langid identifies"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            PairStream("language", form)
+
+
+def test_language_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    languages._identifier.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="py3langid must be installed"):
+            PairStream("language", EN_DE)
+    finally:
+        languages._identifier.cache_clear()
+
+
+def test_presets_values_and_order() -> None:
+    assert list(read_filters("web")) == [name for name in FILTERS if name in PRESETS["web"]]
+    assert [*read_filters("near_duplicates, digits=0.8 ,html")] == ["html", "digits", "near_duplicates"]
+    changed = read_filters("web,digits=0.8,-html")
+    assert changed["digits"] == FILTERS["digits"].config.model_validate({"min_similarity": 0.8})
+    assert set(changed) == {*PRESETS["web"]} - {"html"}
+    assert read_filters("") == {}
+    recorded = {name: each.model_dump(mode="json") for name, each in changed.items()}
+    assert read_filters(json.loads(json.dumps(recorded))) == changed
+    PairStream("web", TextForm())  # needs no languages
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ("htlm", "--filters must name known filters, but has 'htlm'; did you mean 'html'?"),
+        ("wbe", "did you mean 'web'?"),
+        ("web=1", "--filters must name known filters, but has 'web'"),
+        ("web,-script", "must leave out a filter that it has named before, but has '-script'"),
+        ("digits=x", "the filter digits must be a number, but is 'x'"),
+        ("digits=", "the filter digits must be a number, but is ''"),
+        ("html=1", "the filter html must be less than 1, but is '1'"),
+        ("near_duplicates=x", "the filter near_duplicates must be 'pair', 'source' or 'target', but is 'x'"),
+        ("script=Latin", "must be SHARE, SOURCE/TARGET or SHARE/SOURCE/TARGET, but is 'Latin'"),
+        ("script=Latin/Cyrilic", "must have Unicode's names of scripts"),
+        ("script=Latin/L}]", "must have Unicode's names of scripts"),
+        ("script", "the filter script needs the language of the source; give --source-lang"),
+    ],
+)
+def test_wrong_filters_are_refused(filters: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        PairStream(filters, TextForm())
+
+
+def test_script_of_an_unknown_language() -> None:
+    with pytest.raises(ConfigError, match=re.escape("must know the script of 'xx' (--target-lang)")):
+        PairStream("script", TextForm(source_lang="ja", target_lang="xx"))
+
+
+def test_segmented_text_is_judged_by_its_words() -> None:
+    text = TextForm(form="tokenised")
+    source, target = "Bo@@ sto@@ n is gre@@ at", "Bo@@ ston ist gr@@ oß"
+    for segmented, fault in ((True, ""), (False, "long_words")):
+        configs = read_filters("long_words=7" if segmented else "long_words=5")
+        assert PairFilters(configs, text, segmented).fault(source, target) == fault
+    filters = PairFilters(read_filters("long_words=6,script"), TextForm("tokenised", "en", "de"), True)
+    for each in (filters, pickle.loads(pickle.dumps(filters))):
+        assert each.fault(source, target) == "long_words"
+        assert each.fault("a@@ b", "слово") == "script"
+
+
+LINES = [
+    (b"A good sentence.", b"Ein guter Satz."),
+    (b"Click <b>here</b>", b"Hier <i>klicken"),
+    (b"A GOOD sentence", b"ein guter Satz"),
+    (b"broken \xff", b"x"),
+    (b"A good sentence.", b"Ein guter Satz."),
+    (b"ring\x07ing cafe\xcc\x81", "klin\u200bgeln".encode()),
+    (b"<br>", b"\x01"),
+] * 5  # fmt: skip
+
+
+def _clean(batch: int, through: Any = lambda each: each) -> tuple[list[tuple[str, str]], PairCleaner]:
+    """Clean LINES as worker processes and their parent do."""
+    rules = read_unicode_rules("nfc,drop_zero_width,drop_control")
+    cleaner = PairCleaner(CleaningConfig(), False, PairFilters(read_filters("web"), EN_DE), rules)
+    checker: PairChecker = through(cleaner.checker)
+    kept = []
+    for start in range(0, len(LINES), batch):
+        checked: CheckedPairs = through(checker.check(LINES[start : start + batch]))
+        assert [LINES[start + place][0][:4] for place in checked.places] == [
+            each[0][:4].encode() for each in checked.texts
+        ]
+        keep = cleaner.accept(checked)
+        kept += [pair for pair, new in zip(checked.texts, keep, strict=True) if new]
+    return kept, cleaner
+
+
+def test_the_result_does_not_depend_on_batches_or_processes() -> None:
+    kept, cleaner = _clean(len(LINES))
+    assert kept == [("A good sentence.", "Ein guter Satz."), ("ringing café", "klingeln")]
+    assert +cleaner.removed == {
+        "html": 5, Reason.UNDECODABLE: 5, Reason.DUPLICATE: 17, "near_duplicates": 1, Reason.EMPTY: 5,
+    }  # fmt: skip
+    assert cleaner.repaired == {
+        ("drop_control", "source"): 5, ("nfc", "source"): 5, ("drop_zero_width", "target"): 5,
+        ("drop_control", "target"): 5,
+    }  # fmt: skip
+    assert cleaner.removals.examples["html"] == [("Click <b>here</b>", "Hier <i>klicken")] * 3
+    assert cleaner.removals.examples["undecodable"][0] == ("broken \\xff", "x")
+    assert cleaner.removals.examples["empty"][0] == ("<br>", "\\x01")
+    for batch in (1, 3, 8):
+        again, other = _clean(batch, lambda each: pickle.loads(pickle.dumps(each)))
+        assert again == kept
+        assert (other.read, other.removed, other.repaired) == (cleaner.read, cleaner.removed, cleaner.repaired)
+        assert other.removals.examples == cleaner.removals.examples
+
+
+def test_examples_are_short_and_printable() -> None:
+    removals = Removals()
+    removals.add("r", "a\u200bb\u202e\t" + "x" * 300, b"\xe2\x80" * 300)
+    ((source, target),) = removals.examples["r"]
+    assert source.startswith("a\\u200bb\\u202e\\tx") and source.endswith("x...") and len(source) < 230
+    assert target.startswith("\\xe2\\x80") and target.endswith("...") and len(target) < 230
+    removals.add("r")
+    assert removals.counts["r"] == 2 and len(removals.examples["r"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "expected"),
+    [
+        ("nfc", "cafe\u0301 \u212b \u00bd", "café \u00c5 \u00bd"),
+        ("drop_zero_width", "\ufeffso\u00adft\u200b \u2060x", "soft x"),
+        ("drop_zero_width", "a\u200d\u200cb\u200c c\u200d", "ab c"),
+        ("drop_zero_width", "می\u200cخواهم 👩\u200d👧 क्\u200dष", "می\u200cخواهم 👩\u200d👧 क्\u200dष"),
+        ("drop_bidi", "\u200fabc\u202c \u2068d\u2069", "abc d"),
+        ("drop_control", "a\x00b\x07\x7f\x9fc\td\u0085e\ufffd", "abc\td\u0085e\ufffd"),
+    ],
+)
+def test_unicode_rules(rule: str, line: str, expected: str) -> None:
+    assert repair(line, (rule,)) == (expected, [rule] if line != expected else [])
+    assert repair("plain text\x0c", tuple(UNICODE_RULES)) == ("plain text\x0c", [])
+
+
+def test_hostile_marks_are_left_alone() -> None:
+    """Python's NFC takes quadratic time in a character's marks: minutes for this line."""
+    for line in ("a" + "\u0301\u0323" * 100_000, "x" * 2000 + "\u0301\u0323" * 100_000):
+        assert repair(line, ("nfc",)) == (line, [])
+    assert repair("e\u0301" * 600, ("nfc",)) == ("é" * 600, ["nfc"])
+
+
+def test_unicode_rules_are_named() -> None:
+    assert (
+        read_unicode_rules("nfc, drop_control")
+        == ("drop_control", "nfc")
+        == read_unicode_rules(("nfc", "drop_control"))
+    )
+    with pytest.raises(
+        ConfigError, match=re.escape("--unicode must name known rules, but has 'nfd'; did you mean 'nfc'?")
+    ):
+        read_unicode_rules("nfd")
+
+
+def test_help_and_page_name_all_filters() -> None:
+    assert tuple(FILTERS) == prepare_cleaning.FILTER_NAMES
+    assert tuple(UNICODE_RULES) == prepare_cleaning.UNICODE_NAMES
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \| (?:yes)? *\|$", page, flags=re.M))
+    assert [name for name in rows if name in FILTERS] == list(FILTERS)
+    for name in FILTERS:
+        default = next(iter(FILTERS[name].config.model_fields.values())).default
+        assert rows[name] == (default if isinstance(default, str) else f"{default:g}"), name
+        in_preset = re.search(rf"^\| `{name}` \|.*\| yes \|$", page, flags=re.M) is not None
+        assert in_preset == (name in PRESETS["web"]), name
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, flags=re.M)) >= set(UNICODE_RULES)

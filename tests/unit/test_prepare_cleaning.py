@@ -1,0 +1,121 @@
+"""`prepare` with filters and Unicode rules: what it removes, records and reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed_nmt import cli
+from deepspeed_nmt.data.directory import META_FILE, DataDirectory
+from deepspeed_nmt.errors import EXIT_USER_ERROR
+from deepspeed_nmt.manifest import write_record
+
+NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
+PAIRS = [(f"the {a} is near the {b}", f"der {a}n ist bei dem {b}n") for a in NOUNS for b in NOUNS]
+NOISE = [
+    ("Click <b>here</b> now", "Hier klicken"),
+    ("<br>", "<br>"),
+    ("The <i>house</i>", "das Haus"),
+    ("read <p> this", "lies \u202ethis\x07"),
+    ("in the year 1989", "im Jahr 2010"),
+    ("THE HOUSE is near the river!", "der housen ist bei dem rivern"),
+    ("the house " * 12, "der housen"),
+    ("cafe\u0301 and \x07bell", "das Caf\u00e9 und die Glocke"),
+]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Arguments of a command line, with files of clean and noisy text."""
+    for side in (0, 1):
+        for name, pairs in (("train", PAIRS + NOISE), ("valid", PAIRS[:3])):
+            text = "".join(f"{pair[side]}\n" for pair in pairs)
+            (tmp_path / f"{name}.{side}").write_text(text, encoding="utf-8")
+    words = ["prepare", "--out", str(tmp_path / "data"), "--vocab-size", "60"]
+    for name in ("train", "valid"):
+        words += [f"--{name}-source", str(tmp_path / f"{name}.0"), f"--{name}-target", str(tmp_path / f"{name}.1")]
+    return words
+
+
+def test_filters_are_applied_recorded_and_reported(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words += ["--filters", "web,letters=0.4", "--unicode", "nfc,drop_control"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    meta = DataDirectory.open(tmp_path / "data").meta
+    assert {reason: count for reason, count in meta.removed.items() if count} == {
+        "html": 4, "digits": 1, "repetition": 1, "near_duplicates": 1,
+    }  # fmt: skip
+    assert (meta.pairs_read, meta.splits["train"].pairs) == (len(PAIRS + NOISE), len(PAIRS) + 1)
+    assert meta.removed_examples["html"] == tuple(NOISE[:3]), "the first three"
+    assert meta.removed_examples["digits"] == (NOISE[4],)
+    assert meta.removed_examples["copy"] == ()
+    assert meta.repaired == {"drop_control": {"source": 1, "target": 1}, "nfc": {"source": 1, "target": 0}}
+    assert meta.options["filters"]["letters"] == {"min_share": 0.4}
+    for line in ("removed: tags of HTML", "removed: digits differ", "lines repaired", "removed, for example"):
+        assert line in shown
+    assert f"  html            {NOISE[0][0]:<50}  |  {NOISE[0][1]}\n" in shown
+    corpus, tokenizer = (
+        DataDirectory.open(tmp_path / "data").corpus("train"),
+        DataDirectory.open(tmp_path / "data").tokenizer(),
+    )
+    assert tokenizer.decode(corpus.source(len(PAIRS)), "source") == "café and bell"
+
+    # The same filters in other words are the same options; others are not.
+    words[words.index("web,letters=0.4")] = "letters=0.4," + ",".join(
+        name for name in meta.options["filters"] if name != "letters"
+    )
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--filters", "web"]) == EXIT_USER_ERROR
+    assert cli.main([*words, "--unicode", "nfc"]) == EXIT_USER_ERROR
+
+
+def test_nothing_changes_without_filters(words: list[str], tmp_path: Path) -> None:
+    assert cli.main(words) == 0
+    directory = DataDirectory.open(tmp_path / "data")
+    assert {reason: count for reason, count in directory.meta.removed.items() if count} == {
+        "bad_character": 2, "ratio": 1,
+    }  # fmt: skip
+    assert directory.meta.removed_examples["ratio"] == (("the house " * 11 + "the house", "der housen"),)
+    assert set(directory.meta.options) == {"segmented", "cleaning", "vocab_size", "character_coverage", "seed"}
+    assert directory.meta.repaired == {}
+
+    # A directory of an older version has no examples, and is still the same.
+    old = json.loads((tmp_path / "data" / META_FILE).read_text(encoding="utf-8"))
+    for name in ("removed_examples", "repaired"):
+        del old[name]
+    write_record(tmp_path / "data" / META_FILE, json.dumps(old).encode())
+    assert DataDirectory.open(tmp_path / "data").meta.removed_examples == {}
+    assert cli.main(words) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--filters", "htlm"], "error: --filters must name known filters, but has 'htlm'; did you mean 'html'?"),
+        (["--unicode", "nfkc"], "error: --unicode must name known rules, but has 'nfkc'; did you mean 'nfc'?"),
+        (["--filters", "script", "--source-lang", "en"], "error: the filter script needs the language of the target"),
+        (["--filters", "web", "--keep-duplicates"], "error: --keep-duplicates keeps pairs that the filter near_dup"),
+        (
+            ["--filters", "script", "--valid-source", "none"],
+            "error: the filter script needs the language of the source",
+        ),
+        (["--filters", "letters=1,html=0.9", "--max-ratio", "0"], "error: --max-ratio must be greater than or equal"),
+    ],
+)
+def test_wrong_options_are_refused(
+    more: list[str], message: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, *more]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_all_pairs_removed_names_the_filters(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--filters", "long_words=2"]) == EXIT_USER_ERROR
+    assert f"{len(PAIRS + NOISE) - 2}: a word of 2 characters or more" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""What `prepare` reads: compressed text, TSV, standard input, pipes and weights, in any number of processes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import lzma
+import os
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from deepspeed_nmt import cli
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data import reading, stages, worker_pool
+from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.directory import DataDirectory, Meta
+from deepspeed_nmt.data.options import PrepareOptions
+from deepspeed_nmt.data.prepare import prepare
+from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
+
+WORDS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
+SOURCE = [f"the {a} is near the {b} and the {c}" for a in WORDS for b in WORDS for c in WORDS[:3]]
+TARGET = [line.replace("the ", "der ").replace(" is near", " ist nah bei") for line in SOURCE]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.fixture(autouse=True)
+def _logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "propagate", True)  # an earlier run of the command line turns it off
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> dict[str, Any]:
+    """Good files, as options."""
+    return {
+        "out": tmp_path / "data",
+        "vocab_size": 60,
+        "train_source": (_write(tmp_path / "train.en", SOURCE),),
+        "train_target": (_write(tmp_path / "train.de", TARGET),),
+        "valid_source": (_write(tmp_path / "valid.en", SOURCE[:3]),),
+        "valid_target": (_write(tmp_path / "valid.de", TARGET[:3]),),
+    }
+
+
+def _write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _prepare(options: dict[str, Any], **changes: Any) -> Meta:
+    return prepare(PrepareOptions.model_validate({**options, **changes}))
+
+
+def _tsv(texts: dict[str, Any], *paths: Path) -> dict[str, Any]:
+    return {**texts, "train_source": (), "train_target": (), "tsv": paths}
+
+
+def _directories(tmp_path: Path) -> list[str]:
+    return [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESS))
+def test_compressed_text_is_read(kind: str, texts: dict[str, Any], tmp_path: Path) -> None:
+    plain = _prepare(texts, out=tmp_path / "plain")
+    compress = COMPRESS[kind]
+    for name in ("train_source", "train_target", "valid_source", "valid_target"):
+        text = texts[name][0].read_bytes()
+        half = len(text) // 2 + 1
+        path = tmp_path / f"{name}.{kind}"
+        path.write_bytes(compress(text[:half]) + compress(text[half:]))  # of two members, cut within a line
+        texts[name] = (path,)
+    meta = _prepare(texts)
+    assert meta.files == plain.files, "also the copy of the validation text, which is plain"
+    record = meta.inputs["train.source"][0]
+    assert (record.bytes, record.lines) == (texts["train_source"][0].stat().st_size, len(SOURCE))
+
+
+@pytest.mark.parametrize("kind", sorted(COMPRESS))
+@pytest.mark.parametrize("name", ["train_target", "valid_source"])
+def test_a_compressed_file_that_ends_early_is_named(
+    kind: str, name: str, texts: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / f"text.{kind}"
+    content = COMPRESS[kind](texts[name][0].read_bytes())
+    texts[name] = (path,)
+    for rest, problem in ((content[:-3], "must be complete, but"), (content[:20] + b"\0\xff" * 40, "text\\.")):
+        path.write_bytes(rest)
+        with pytest.raises(DataError, match=rf"text\.{kind} .*copy it again") as error:
+            _prepare(texts)
+        assert "\n" not in str(error.value) and problem.rstrip("\\.") in str(error.value)
+    assert _directories(tmp_path) == []
+
+
+def test_other_compression_is_refused(texts: dict[str, Any]) -> None:
+    texts["train_source"][0].write_bytes(b"BZh91AY&SY")
+    with pytest.raises(DataError, match=r"train\.en must be plain text, but is compressed with bzip2; run `bunzip2"):
+        _prepare(texts)
+
+
+def test_zstandard_is_optional(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = texts["train_source"][0]
+    path.write_bytes(COMPRESS["zst"](path.read_bytes()))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"zstandard must be installed to read .*train\.en, but is not; install it"):
+        _prepare(texts)
+
+
+def test_tsv_is_the_same_as_two_files(texts: dict[str, Any], tmp_path: Path) -> None:
+    two = _prepare(texts, out=tmp_path / "two")
+    half = len(SOURCE) // 2
+    rows = [f"{source}\t{target}" for source, target in zip(SOURCE, TARGET, strict=True)]
+    first, second = _write(tmp_path / "a.tsv", rows[:half]), _write(tmp_path / "b.tsv", rows[half:])
+    second.write_bytes(gzip.compress(second.read_bytes().replace(b"\n", b"\r\n")))
+    meta = _prepare(_tsv(texts, first, second))
+    assert meta.files == two.files
+    assert [record.lines for record in meta.inputs["train.tsv"]] == [half, len(SOURCE) - half]
+    assert _prepare(_tsv(texts, first, second)) == meta, "nothing to do"
+    with pytest.raises(DataError, match=r"differs in train\.tsv text; give --overwrite"):
+        _prepare(_tsv(texts, second, first))
+
+    columns = [f"0.9\t{target}\thttp://x\t{source}\t\textra" for source, target in zip(SOURCE, TARGET, strict=True)]
+    texts = _tsv(texts, _write(tmp_path / "c.tsv", columns))
+    assert _prepare(texts, out=tmp_path / "columns", tsv_columns=(4, 2)).files == two.files
+    with pytest.raises(DataError, match=r"c\.tsv must have source and target on each line, .* but line 1 has 6 col"):
+        _prepare(texts, overwrite=True)
+    with pytest.raises(DataError, match=r"c\.tsv must have 7 or more columns .*but line 1 has 6 columns; correct"):
+        _prepare(texts, overwrite=True, tsv_columns=(7, 2))
+    assert sorted(_directories(tmp_path)) == ["columns", "data", "two"]
+
+
+def test_a_line_without_its_columns_is_named(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PIECE_BYTES", 500)
+    rows = [f"{source}\t{target}" for source, target in zip(SOURCE, TARGET, strict=True)]
+    rows[150] = "no tab"
+    texts = _tsv(texts, _write(tmp_path / "a.tsv", rows[:20]), _write(tmp_path / "b.tsv", rows[20:]))
+    with pytest.raises(DataError, match=r"b\.tsv must .* but line 131 has 1 column; correct the line"):
+        _prepare(texts)
+    assert _directories(tmp_path) == []
+
+
+def test_standard_input_has_both_sides(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = _prepare(texts, out=tmp_path / "two")
+    rows = "".join(f"{source}\t{target}\n" for source, target in zip(SOURCE, TARGET, strict=True)).encode()
+
+    def given(text: bytes, overwrite: bool = False) -> Meta:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(text)))
+        return _prepare(_tsv(texts, Path("-")), overwrite=overwrite)
+
+    with caplog.at_level(logging.INFO, logger.name):
+        meta = given(COMPRESS["zst"](rows))
+    assert "sizes: not known before the text is read" in caplog.text
+    assert meta.files == two.files and meta.inputs["train.tsv"][0].path == "-"
+    assert given(COMPRESS["zst"](rows)) == meta, "nothing to do"
+    with pytest.raises(DataError, match=r"differs in train\.tsv text"):
+        given(rows)
+    with pytest.raises(DataError, match=r"^standard input must be complete, but its zstd data ends early"):
+        given(COMPRESS["zst"](rows)[:-9], overwrite=True)
+
+
+def test_pipes_are_read(texts: dict[str, Any], tmp_path: Path) -> None:
+    two = _prepare(texts, out=tmp_path / "two")
+    writers = []
+    for name in ("train_source", "train_target", "valid_source"):
+        pipe, text = tmp_path / name, texts[name][0].read_bytes()
+        os.mkfifo(pipe)
+        writers.append(threading.Thread(target=pipe.write_bytes, args=(text,), daemon=True))
+        writers[-1].start()
+        texts[name] = (pipe,)
+    assert _prepare(texts).files == two.files
+    with pytest.raises(DataError, match=r"a pipe can be read only once, but .*train_source is given twice; write"):
+        _prepare(texts, train_target=texts["train_source"])
+
+
+def test_an_endless_line_is_refused(texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_nmt.data.inputs.MAX_LINE_BYTES", 5 << 20)
+    with pytest.raises(DataError, match=r"/dev/zero must have one sentence a line, but line 1 has more than 5 MiB"):
+        _prepare(texts, valid_source=(Path("/dev/zero"),))
+
+
+def _noisy(tmp_path: Path) -> dict[str, Any]:
+    """Return options with text that has duplicates far from each other, faulty pairs, and weights."""
+    dice = random.Random(4)
+    pairs = list(zip(SOURCE, TARGET, strict=True)) * 3
+    dice.shuffle(pairs)
+    for place in range(0, len(pairs), 17):
+        pairs[place] = (pairs[place][0], dice.choice(["", "\x07", "lang " * 30, "der house ½"]))
+    weights = [f"{place + 1}" for place in range(len(pairs))]
+    return {
+        "train_source": (_write(tmp_path / "noisy.en", [source for source, _ in pairs]),),
+        "train_target": (_write(tmp_path / "noisy.de", [target for _, target in pairs]),),
+        "train_weights": (_write(tmp_path / "noisy.weights", weights),),
+    }
+
+
+def test_any_number_of_workers_makes_the_same_directory(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts |= _noisy(tmp_path)
+    expected = _prepare(texts)
+    assert expected.removed["duplicate"] > 300 and expected.removed["ratio"] and expected.removed["empty"]
+    assert expected.round_trips["train.target"].changed and expected.splits["train"].pairs < 300
+    for module in (reading, stages):
+        monkeypatch.setattr(module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(worker_pool, "ALONE_BYTES", 2000)
+    for workers in (1, 2, 3):
+        out = tmp_path / f"of{workers}"
+        assert _prepare(texts, out=out, workers=workers) == expected
+        for path in texts["out"].iterdir():
+            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) -> None:
+    plain = _prepare(texts, out=tmp_path / "plain")
+    assert Corpus(tmp_path / "plain", "train").weights is None
+    texts |= _noisy(tmp_path)
+    meta = _prepare(texts)
+    directory = DataDirectory.open(texts["out"])
+    corpus, tokenizer = directory.corpus("train"), directory.tokenizer()
+    assert corpus.weights is not None and corpus.weights.dtype == np.float32
+    assert corpus.weights.shape == (len(corpus),) and meta.files["train.weights.bin"].bytes == 4 * len(corpus)
+    assert directory.corpus("valid").weights is None
+    lines = [texts[name][0].read_text(encoding="utf-8").split("\n") for name in ("train_source", "train_target")]
+    for index, weight in enumerate(corpus.weights.tolist()):
+        place = int(weight) - 1
+        assert tokenizer.decode(corpus.source(index)) == lines[0][place]
+        assert tokenizer.decode(corpus.target(index)) == lines[1][place].replace("½", "1⁄2").strip()
+    assert corpus.weights.tolist() == sorted(corpus.weights.tolist()), "of duplicates, the first"
+    assert directory.fingerprint != DataDirectory(texts["out"], plain).fingerprint
+
+    rows = [f"{weight}\t{source}\t{target}" for weight, source, target in zip(range(1, 577), *lines, strict=False)]
+    same = _prepare(
+        _tsv({**texts, "train_weights": ()}, _write(tmp_path / "all.tsv", rows)),
+        out=tmp_path / "tsv",
+        tsv_columns=(2, 3, 1),
+    )
+    assert same.files == meta.files
+
+    with (texts["out"] / "train.weights.bin").open("ab") as file:
+        file.write(b"\0\0\0\0")
+    with pytest.raises(DataError, match=r"train\.weights\.bin must hold the weights of \d+ pairs, but holds"):
+        Corpus(texts["out"], "train")
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "one", "1_0", "0x1", "1 2", "٣", "1,5"]
+)
+def test_a_weight_that_is_no_positive_number_is_named(text: str, texts: dict[str, Any], tmp_path: Path) -> None:
+    weights = ["0.5", " 2 ", "1e-3", "+.25"] * (len(SOURCE) // 4)
+    weights[100] = text
+    texts["train_weights"] = (_write(tmp_path / "weights", weights),)
+    with pytest.raises(
+        DataError, match=r"weights must have one positive finite number .* but line 101 has '.*'; corr"
+    ):
+        _prepare(texts)
+    assert _directories(tmp_path) == []
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_weights_that_are_not_aligned_are_refused(more: int, texts: dict[str, Any], tmp_path: Path) -> None:
+    texts["train_weights"] = (_write(tmp_path / "weights", ["1"] * (len(SOURCE) + more)),)
+    counts = rf"train\.en has 192 lines, .*train\.de has 192 and .*weights has {192 + more}; find where"
+    with pytest.raises(DataError, match=rf"text and weights must have .* lines, but .*{counts}"):
+        _prepare(texts)
+    assert _directories(tmp_path) == []
+
+
+def test_sizes_are_estimated_before_they_are_written(
+    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = texts["train_source"][0]
+    size = path.stat().st_size + texts["train_target"][0].stat().st_size
+    path.write_bytes(COMPRESS["gz"](path.read_bytes()))
+    _write(tmp_path / "weights", ["1"] * len(SOURCE))
+    with caplog.at_level(logging.INFO, logger.name):
+        meta = _prepare(texts, train_weights=(tmp_path / "weights",))
+    assert f"(clean text {size / 1024:.1f} KiB, tokens " in caplog.text
+    assert ", offsets 3.0 KiB, weights 768 bytes), of which the clean text is removed" in caplog.text
+    tokens = sum(meta.files[f"train.{side}.uint16.bin"].bytes for side in ("source", "target"))
+    assert f"(tokens {tokens / 1024:.1f} KiB, offsets 3.0 KiB, weights 768 bytes); " in caplog.text
+
+    frees = iter([1 << 30, 4096])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(frees)))
+    for needed in ("tokens", "clean text"):
+        with pytest.raises(
+            DataError, match=rf"--out must have room for about .* \({needed} .* has 4\.0 KiB free; fr"
+        ):
+            _prepare(texts, overwrite=True)
+        frees = iter([4096])
+    assert DataDirectory.open(texts["out"]).meta == meta
+    assert _directories(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the training text must be given; give --train-source and --train-target, or --tsv"),
+        ("--train-source a", "train must have as many source as target files, but has 1 and 0"),
+        ("--tsv a --train-source b --train-target c", "--tsv has both sides of the training text; leave out"),
+        ("--train-source - --train-target c", "--train-source must be files, but has -; standard input has both"),
+        ("--tsv - --tsv -", "--tsv must have standard input once"),
+        ("--tsv a --tsv-columns 2", "--tsv-columns must be two or three different columns, .* but is 2"),
+        ("--tsv a --tsv-columns 1,1", "--tsv-columns must be two or three different columns, .* but is 1,1"),
+        ("--tsv a --tsv-columns 1,x", "--tsv-columns must be a whole number, but is 'x'"),
+        ("--tsv a --tsv-columns 0,1", "--tsv-columns must be greater than or equal to 1, but is '0'"),
+        ("--train-source a --train-target b --tsv-columns 1,2", "--tsv-columns is for --tsv"),
+        ("--tsv a --tsv-columns 1,2,3 --train-weights w", "are both weights; leave one out"),
+        ("--tsv a --tsv b --train-weights w", "a file for each file of the training text, but has 1 for 2"),
+    ],
+)
+def test_wrong_options_are_refused(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    valid = ["--valid-source", "v", "--valid-target", "v", "--out", str(tmp_path / "out")]
+    assert cli.main(["prepare", *words.split(), *valid]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
