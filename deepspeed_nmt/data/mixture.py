@@ -135,18 +135,17 @@ class Shares:
     Args:
         phase: the phase.
         update_tokens: target tokens in one update.
-        max_updates: last update of the run.
 
     Attributes:
         segments: the updates, divided where weights change.
     """
 
-    def __init__(self, phase: Phase, update_tokens: int, max_updates: int) -> None:
+    def __init__(self, phase: Phase, update_tokens: int) -> None:
         self.phase = phase
         self.update_tokens = update_tokens
         weights = [each for stream in phase.streams for each in stream.weights]
         changes = {phase.first, *(each.first for each in weights), *(each.last + 1 for each in weights if each.last)}
-        firsts = sorted(change for change in changes if phase.first <= change <= max(max_updates, phase.first))
+        firsts = sorted(change for change in changes if change >= phase.first)
         self.segments: list[Segment] = []
         starts = tuple(float(stream.start) for stream in phase.streams)
         for first, end in zip(firsts, [*firsts[1:], None], strict=True):
@@ -154,14 +153,14 @@ class Shares:
             if end is not None:
                 starts = self._advanced(self.segments[-1], end)
 
-    def check(self) -> None:
-        """Check that each update has a corpus.
+    def check(self, max_updates: int) -> None:
+        """Check that each update up to ``max_updates`` has a corpus.
 
         Raises:
             ConfigError: if one has none.
         """
         for segment in self.segments:
-            if not any(segment.shares):
+            if segment.first <= max_updates and not any(segment.shares):
                 until = "on" if segment.end is None else f"to {segment.end - 1:,}"
                 raise ConfigError(
                     f"each update must have a corpus, but from update {segment.first:,} {until} no --data has a "
@@ -172,6 +171,18 @@ class Shares:
         """Return the number of the segment of an update."""
         firsts = [segment.first for segment in self.segments]
         return int(np.searchsorted(firsts, update, side="right")) - 1
+
+    def window_updates(self, segment: Segment) -> int:
+        """Compute the number of updates in a window: so few that none has a sentence much more often than once.
+
+        Copies of a sentence have the same lengths, so they would come together in one update.
+        """
+        whole = [
+            stream.tokens / (share * self.update_tokens)
+            for stream, share in zip(self.phase.streams, segment.shares, strict=True)
+            if share
+        ]
+        return max(1, min(window_updates(self.update_tokens), int(min(whole, default=1.0))))
 
     def positions(self, update: int) -> list[int]:
         """Return the sentences of each stream before an update."""
@@ -214,8 +225,8 @@ class MixturePlan(Plan):
 
     def __init__(self, corpora: Corpora, seed: int, update_tokens: int, phase: Phase, max_updates: int) -> None:
         super().__init__(corpora, seed, update_tokens)
-        self.shares = Shares(phase, update_tokens, max_updates)
-        self.shares.check()
+        self.shares = Shares(phase, update_tokens)
+        self.shares.check(max_updates)
         self._total = sum(stream.tokens for stream in phase.streams)
         longest = max(stream.mean for stream in phase.streams)
         if update_tokens < longest:
@@ -232,24 +243,27 @@ class MixturePlan(Plan):
         """Return the place of an update, which its number in the run decides."""
         which = self.shares.segment(number)
         first = self.shares.segments[which].first
-        window, index = divmod(number - first, window_updates(self.update_tokens))
+        window, index = divmod(number - first, self.shares.window_updates(self.shares.segments[which]))
         return Place((which, window), index)
 
     def window(self, key: tuple[int, int]) -> Window:
         """Make a window; its key is the number of its segment, and its own number there."""
         which, number = key
-        segment, size = self.shares.segments[which], window_updates(self.update_tokens)
+        segment = self.shares.segments[which]
+        size = self.shares.window_updates(segment)
         first = segment.first + number * size
         stop = first + size if segment.end is None else min(first + size, segment.end)
         bounds = zip(self.shares.before(segment, first), self.shares.before(segment, stop), strict=True)
         rows = np.concatenate([self._rows(part, *each) for part, each in enumerate(bounds)])
+        # Sentences of equal lengths stay in this order, in which no corpus may come first.
+        rows = rows[randomness.permutation(len(rows), self.seed, randomness.Purpose.SHUFFLE, first)]
         drawn = (self.seed, randomness.Purpose.GRAINS, first)
         return Window.divided(rows, self.corpora.lengths(rows), stop - first, self.update_tokens, *drawn)
 
     def sample(self) -> Window:
         """Return the first window of each of the first segments."""
-        segments = range(min(len(self.shares.segments), _SAMPLED_SEGMENTS))
-        return Window.joined([self.window((which, 0)) for which in segments])
+        segments = [which for which, segment in enumerate(self.shares.segments) if any(segment.shares)]
+        return Window.joined([self.window((which, 0)) for which in segments[:_SAMPLED_SEGMENTS]])
 
     def epochs(self, cursor: Cursor, number: int) -> list[float]:
         """Return the epochs of each corpus before an update."""
@@ -297,6 +311,6 @@ def taken(phase: Phase, update: int, update_tokens: int) -> dict[str, int]:
         update: number of the update.
         update_tokens: target tokens in one update.
     """
-    positions = Shares(phase, update_tokens, update).positions(update)
+    positions = Shares(phase, update_tokens).positions(update)
     now = {stream.corpus: position for stream, position in zip(phase.streams, positions, strict=True)}
     return {**{stream.corpus: stream.start for stream in phase.absent}, **now}

@@ -94,7 +94,7 @@ def test_a_mixture_is_the_same_for_any_ranks_and_resumes_anywhere(tmp_path: Path
     """A mixture with a schedule, a tag, two segmentations, and a corpus that is repeated."""
     write_mixture(tmp_path)
 
-    def sentences(rank: int, ranks: int, start: int = 0, number: int = 30) -> list[list[tuple[int, int, int]]]:
+    def sentences(rank: int, ranks: int, start: int = 0, number: int = 60) -> list[list[tuple[int, int, int]]]:
         """Return the number, and the sums of source and target tokens, of each sentence of each update."""
         world = World(rank, ranks, 0, torch.device("cpu"))
         updates = parity_loader(tmp_path, world, layout, mixture=True).updates(Cursor(0, start), start + 1)
@@ -120,4 +120,4 @@ def test_a_mixture_is_the_same_for_any_ranks_and_resumes_anywhere(tmp_path: Path
     rows = [row for update in alone for row in update]
     ids = {row[0] for row in rows}
     assert any(i < 300 for i in ids) and any(300 <= i < 600 for i in ids), "both segmentations are trained on"
-    assert len([row for row in rows if row[0] >= 600]) > 80, "the second corpus of 40 pairs is repeated"
+    assert len([row for row in rows if row[0] >= 600]) > 160, "the second corpus of 40 pairs is repeated"

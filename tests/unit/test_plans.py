@@ -135,11 +135,12 @@ def shares_of(plan: MixturePlan, numbers: range) -> np.ndarray:
 
 def test_shares_hold_within_a_percent_and_updates_have_the_requested_size() -> None:
     plan = mixture([(Weight(value=4.0),), (Weight(value=1.0),), (Weight(value=3.0),)])
-    windows = [plan.window((0, number)) for number in range(5)]
+    size = plan.shares.window_updates(plan.shares.segments[0])
+    windows = [plan.window((0, number)) for number in range(1000 // size + 1)]
     tokens = np.zeros(3)
     for window in windows:
         sizes = np.add.reduceat(window.target, window.bounds[:-1])
-        assert len(window) == 256 and sizes.min() > 0.8 * 2000 and sizes.max() < 1.2 * 2000
+        assert len(window) == size and sizes.min() > 0.8 * 2000 and sizes.max() < 1.2 * 2000
         tokens += np.bincount(plan.corpora.part_of(window.rows), window.target, minlength=3)
     assert np.abs(tokens / tokens.sum() - np.array([0.5, 0.125, 0.375])).max() < 0.005
     inside = shares_of(plan, range(300, 480, 3))
@@ -149,12 +150,14 @@ def test_shares_hold_within_a_percent_and_updates_have_the_requested_size() -> N
 def test_a_corpus_that_runs_out_starts_again_reshuffled() -> None:
     plan = mixture([ALWAYS, ALWAYS])
     seen = [np.empty(0, dtype=np.int64)]
-    for number in range(4):
+    size = plan.shares.window_updates(plan.shares.segments[0])
+    for number in range(50):
         window = plan.window((0, number))
         small = window.rows[plan.corpora.part_of(window.rows) == 1] - 4000
         seen.append(small)
+        assert np.bincount(small).max() <= 2, "copies of a sentence are in different windows"
     taken_of_small = np.concatenate(seen)
-    epochs = plan.epochs(Cursor(), 4 * 256 + 1)
+    epochs = plan.epochs(Cursor(), 50 * size + 1)
     assert epochs[1] == pytest.approx(len(taken_of_small) / 1000)
     counts = np.bincount(taken_of_small, minlength=1000)
     assert set(counts) == {int(epochs[1]), int(epochs[1]) + 1}, "each pair once an epoch"
