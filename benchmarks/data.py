@@ -1,10 +1,16 @@
 """Speed of the work on data before and between updates.
 
     python benchmarks/data.py prepare [--pairs 100000 1000000] [--workers 1 2] [--rounds 3]
+    python benchmarks/data.py plan [--pairs 1000000 10000000 40000000]
 
 `prepare` cleans and encodes pairs of the sample corpus with each number of workers, with a vocabulary that was
 trained before, and compares encoding with SentencePiece's own encoding of lists of lines in as many threads, which is
-the limit. All variants run in turn in each round, so that others' load on the machine meets all of them. The table
+the limit.
+
+`plan` starts a run on corpora of these sizes at its beginning and in the middle of an epoch, each in a process of its
+own, by the plan of windows and by that of older versions, which plans an epoch at once (for the smallest sizes only).
+
+All variants of `prepare` run in turn in each round, so that others' load on the machine meets all of them. The table
 has medians of pairs a second of wall time, and of pairs a second of CPU time, which such a load changes less.
 """
 
@@ -12,7 +18,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -22,6 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
+
+from plans import write_lengths
 
 from deepspeed_nmt.console import output
 from deepspeed_nmt.core.vocabulary import SIDES
@@ -48,8 +61,30 @@ def main() -> None:
     prepare.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
     prepare.add_argument("--rounds", type=int, default=3, help="measurements of each variant (default: 3)")
     prepare.set_defaults(run=measure_prepare)
+    plan = commands.add_parser("plan", help="start of a run on a large corpus")
+    plan.add_argument("--pairs", type=int, nargs="+", default=[1_000_000, 10_000_000, 40_000_000], help="sizes")
+    plan.add_argument("--epochs-up-to", type=int, default=10_000_000, help="largest size for the older plan")
+    plan.set_defaults(run=measure_plan)
     arguments = parser.parse_args()
     arguments.run(arguments)
+
+
+def measure_plan(arguments: argparse.Namespace) -> None:
+    """Measure starts of runs for each size of the corpus."""
+    output(f"{'pairs':>12}{'plan':>9}{'layout':>8}{'from':>6}{'ready':>9}{'first update':>14}{'own memory':>12}")
+    with tempfile.TemporaryDirectory() as name:
+        for pairs in arguments.pairs:
+            directory = Path(name) / str(pairs)
+            write_lengths(directory, pairs)
+            kinds = ["windows", *(["epochs"] if pairs <= arguments.epochs_up_to else [])]
+            for kind, layout, share in itertools.product(kinds, ("padded", "packed"), (0.0, 0.5)):
+                command = [sys.executable, str(Path(__file__).with_name("plans.py")), str(directory), kind, layout]
+                found = json.loads(subprocess.check_output([*command, str(share)]))
+                output(
+                    f"{pairs:>12,}{kind:>9}{layout:>8}{share:>6.0%}{found['ready']:>7.2f} s{found['first']:>12.2f} s"
+                    f"{found['memory']:>8.0f} MiB"
+                )
+            shutil.rmtree(directory)
 
 
 def measure_prepare(arguments: argparse.Namespace) -> None:
