@@ -148,7 +148,7 @@ def test_of_many_problems_the_first_are_listed() -> None:
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus must be from 1 to 1,000,000, but is 1000"),
         ([*PREPARE, "--seed", "-1"], "--seed must be greater than or equal to 0, but is -1"),
         ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size must be less than or equal to 10000000, but is 1000"),
-        ([*PREPARE, "--threads", str(10**9)], "--threads must be less than or equal to 1024, but is 1000"),
+        ([*PREPARE, "--threads", str(10**9)], "--workers must be less than or equal to 1024, but is 1000"),
         ([*PREPARE, "--max-ratio", "nan"], "--max-ratio must be a finite number, but is nan"),
         ([*PREPARE, "--tokenizer", "x"], "error: --tokenizer must be hf:BERT or hf:BERT,BERT, but is 'x'"),
         ([*PREPARE[:-1], LONG], "File name too long ('"),
