@@ -2,6 +2,7 @@
 
     git worktree add ../old COMMIT
     python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
+    python benchmarks/compare_commits.py ../old . --setting batch.plan=epochs    # OLD is older than that setting
 
 Both checkouts are run through their command lines. The old commit makes the text and the data directories. Then
 each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process
@@ -114,6 +115,7 @@ class Commits(NamedTuple):
     work: Path
     ranks: int
     advance: Callable[[], object]
+    settings: list[str]
 
     def make(self, commit: str, name: str, words: list[str], ranks: int = 1, resumes: Path | None = None) -> Path:
         """Make a file or directory by a command, with ``{out}`` for its path. Results of ``old`` are reused."""
@@ -180,7 +182,7 @@ def compare_family(commits: Commits, family: str, layout: str) -> Iterator[tuple
         words = ["train", "--recipe", stage.recipe, "--data", f"old/{stage.data}", "--run", "{out}", *origin]
         words += [*COMMON, *stage.settings, *LAYOUTS[layout]]
         run = commits.make("old", name, words, ranks)
-        old, new = measure(run), measure(commits.make("new", name, words, ranks))
+        old, new = measure(run), measure(commits.make("new", name, [*words, *commits.settings], ranks))
         resumed = measure(commits.make("new", f"{name}-resumed", words, ranks, resumes=run))
         right = translate(commits, "old", f"old/{name}", stage.searches)
         checks = {check: first_difference(old[check], new[check]) for check in ("weights", "moments", "log")}
@@ -287,6 +289,7 @@ def main() -> int:
     parser.add_argument("new", type=Path, help="checkout of the commit to compare with it")
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
+    parser.add_argument("--setting", action="append", default=[], metavar="key=value", help="of runs that NEW begins")
     parser.add_argument("--ranks", type=int, default=2, help="processes under ZeRO-2 (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="commands to run at the same time (%(default)s)")
     parser.add_argument("--work", type=Path, help="scratch directory to keep; results of OLD in it are reused")
@@ -303,7 +306,9 @@ def main() -> int:
     runs = sum(3 + 3 * len(stage.searches) for family, _ in cells for stage in FAMILIES[family])
     with ThreadPoolExecutor(arguments.jobs) as pool, tqdm(total=1 + 2 * len(data) + runs, unit="command") as bar:
         try:
-            commits = Commits(arguments.old.resolve(), arguments.new.resolve(), work, arguments.ranks, bar.update)
+            commits = Commits(
+                arguments.old.resolve(), arguments.new.resolve(), work, arguments.ranks, bar.update, arguments.setting
+            )
             equal = [report("data", compare_data(commits, data))]
             equal += pool.map(lambda cell: report(cell[0], compare_family(commits, *cell)), cells)
         finally:
