@@ -251,7 +251,8 @@ class Translator:
             advance: callback for progress; its argument is the number of sentences finished since the last call.
             max_source_tokens: longest sentence, in tokens without EOS; the model may have a lower bound. None: 1024,
                 or the longest sentence that the run was trained on if that is longer.
-            strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
+            strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning. In a
+                command, also lines that are not UTF-8.
             counts: record of what there is to warn of, for a piece of a text whose warnings are made for the whole
                 text. None to log warnings.
             prefix: text with which each translation begins, in the form of the text that the run was trained on; ""

@@ -106,6 +106,16 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def counted(count: int, units: str) -> str:
+    """Return a number with its unit for a message: "1 run", "2,000 runs".
+
+    Args:
+        count: the number.
+        units: of what is counted, a plural in -s.
+    """
+    return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for a misspelt word, to append to a message.
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TextIO
 
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import Candidate
-from deepspeed_nmt.files import atomic_text_writer, open_text, raw_lines, replaces, text_lines
+from deepspeed_nmt.files import (
+    atomic_text_writer,
+    is_replaceable,
+    open_text,
+    raw_lines,
+    replaces,
+    resolved,
+    text_lines,
+)
 
 if TYPE_CHECKING:
     from deepspeed_nmt.search.base import Translation
@@ -56,10 +67,46 @@ def target_of(name: str, option: str) -> Path | None:
     if name == "-":
         return None
     target = Path(name)
-    if target.is_dir() or not target.parent.is_dir():
-        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
-        raise ConfigError(f"{option} must be a writable file, but {target} {what}; give another path")
+    problem = _problem_of(target)
+    if problem is not None:
+        raise ConfigError(f"{option} must be a writable file, but {target} {problem}; give another path")
     return target
+
+
+def _problem_of(target: Path) -> str | None:
+    """Return the predicate of a message if a file cannot be written, and None if it can.
+
+    Raises:
+        OSError: if the disk is full.
+    """
+    if target.is_dir():
+        return "is a directory"
+    if not target.parent.is_dir():
+        return f"is in {target.parent}, which is no directory"
+    try:
+        if is_replaceable(target):  # permissions do not tell: of some file systems they permit what is refused
+            with TemporaryFile(dir=resolved(target).parent):
+                return None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return f"cannot be written ({error.strerror or error})"
+    return None if os.access(target, os.W_OK) else f"cannot be written ({os.strerror(errno.EACCES)})"
+
+
+def check_outputs(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """Return the paths of the translations and of the alignment; None for standard output, or without alignment.
+
+    Raises:
+        ConfigError: if one cannot be written, or both are the same.
+    """
+    target = target_of(arguments.output, "--output")
+    if arguments.alignment is None:
+        return target, None
+    aligned = target_of(arguments.alignment, "--alignment")
+    if (aligned and resolved(aligned)) == (target and resolved(target)):
+        raise ConfigError("--alignment must be another file than --output, but both are the same; give another")
+    return target, aligned
 
 
 @contextmanager
@@ -147,10 +194,7 @@ class Outputs:
         Raises:
             ConfigError: if they cannot be written.
         """
-        target = target_of(arguments.output, "--output")
-        aligned = None if arguments.alignment is None else target_of(arguments.alignment, "--alignment")
-        if arguments.alignment is not None and aligned == target:
-            raise ConfigError("--alignment must be another file than --output, but both are the same; give another")
+        target, aligned = check_outputs(arguments)
         with ExitStack() as stack:
             text = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))
             alignment = None

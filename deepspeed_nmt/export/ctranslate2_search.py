@@ -22,6 +22,7 @@ from typing import Any
 
 from pydantic import Field
 
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
@@ -39,7 +40,7 @@ _NO_PENALTY = 1e-6
 class BeamSettings(Config):
     """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
 
-    beam: int = Field(ge=1, le=10_000)
+    beam: int = Field(ge=1, le=MAX_HYPOTHESES)
     length_penalty: str
     max_length_ratio: float = Field(ge=0.0, le=100.0)
     max_length_extra: int = Field(ge=0, le=100_000)
@@ -124,7 +125,7 @@ class CTranslate2Search:
             The number of each sentence and its translations, best first.
         """
         lengths = [len(source) + 1 for source in sources]  # with EOS
-        for numbers in length_buckets(lengths, max_tokens):
+        for numbers in length_buckets(lengths, max_tokens, settings.beam):
             limits = [settings.limit(lengths[number], self._longest) for number in numbers]
             found = self._translate([sources[number] for number in numbers], settings, max(limits), False)
             for number, limit, hypotheses in zip(numbers, limits, found, strict=True):

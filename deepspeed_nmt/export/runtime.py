@@ -219,7 +219,7 @@ class ExportedTranslator:
                 ]
                 advance(1)
             yield from found if self._plain is None else self._detokenised(found, self._plain)
-        reader.warn_of_cuts()
+        reader.warn_at_end()
 
     def _detokenised(self, found: Sequence[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
         for best in found:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.errors import ConfigError, counted, option, shown
 from deepspeed_nmt.run.alignment import alignment_layer
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.details import cross_attention
@@ -69,8 +69,8 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
         return
     if len(weights) != len(runs):
         raise ConfigError(
-            f"{option('weights')} must have a number for each run, but has {len(weights)} and there are {len(runs)} "
-            "runs; give as many"
+            f"{option('weights')} must have a number for each run, but has {len(weights)} for "
+            f"{counted(len(runs), 'runs')}; give as many"
         )
     if not all(isinstance(weight, (int, float)) and 0.0 < weight < math.inf for weight in weights):
         raise ConfigError(

@@ -19,7 +19,7 @@ from deepspeed_nmt import __version__
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError
-from deepspeed_nmt.files import atomic_writer, hidden, resolved, text_lines, text_of
+from deepspeed_nmt.files import atomic_writer, hidden, resolved, text_lines
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.parallel.launched import place, requeued
@@ -33,6 +33,7 @@ from deepspeed_nmt.search.source_lines import (
     warn_of_form,
 )
 from deepspeed_nmt.search.translate import Translation
+from deepspeed_nmt.text import text_of
 
 SILENT_S = 300.0
 """Seconds without any progress after which an idle rank takes a piece that another one has claimed."""
@@ -179,7 +180,7 @@ class _Rank:
                 self._report = _difference_of(self._work.done, advance)
                 self._translate_all()
                 self._report()
-            self._warnings.warn_of_cuts()
+            self._warnings.warn_at_end()
             self._join()
             self._work.complete()
             self._pieces.remove()

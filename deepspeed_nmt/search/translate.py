@@ -120,6 +120,7 @@ def translate_lines(
         of_nothing=wanted.of_nothing,
         device=torch.device(device),
         nbest=nbest,
+        width=config.width,
         lock=nullcontext() if lock is None else lock,
     )
     requested = RequestedLines(lines, inputs, tokenizer, model.longest_target)
@@ -171,6 +172,7 @@ class _Job:
     of_nothing: Details
     device: torch.device
     nbest: int
+    width: int
     lock: AbstractContextManager[object]
 
     def translate(
@@ -235,7 +237,7 @@ def _translate(
         for number, length in zip(filled, lengths, strict=True):
             if length > max_tokens:
                 reader.note_batch(before + number + 1, length, max_tokens)
-        for bucket in length_buckets(lengths, max_tokens):
+        for bucket in length_buckets(lengths, max_tokens, job.width):
             numbers = [filled[place] for place in bucket]
             found = job.translate(
                 [buffer[number][0] for number in numbers],
@@ -247,6 +249,6 @@ def _translate(
             advance(len(numbers))
         yield from translations
         before += len(buffer)
-    reader.warn_of_cuts()
+    reader.warn_at_end()
     if requested.problem is not None:
         raise requested.problem
