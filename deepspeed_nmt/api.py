@@ -25,10 +25,18 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.run.arguments import Paths, check_type, checked_texts, made_plain, paths_of
-from deepspeed_nmt.run.decoding import search_settings
+from deepspeed_nmt.run.arguments import (
+    Paths,
+    check_first_line,
+    check_flags,
+    check_type,
+    checked_phrases,
+    checked_texts,
+    made_plain,
+    paths_of,
+)
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, cut_at, plain_form, suppressed
+from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, chosen_search, cut_at, plain_form
 from deepspeed_nmt.search.ensemble import Ensemble, members_of
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.requests import LineInputs
@@ -127,9 +135,7 @@ class Translator:
         check_ensemble(runs, weights)
         text = None if detokenise is None else plain_form(runs[0], detokenise)
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
-        if suppress is not None:
-            search["suppress_tokens"] = suppressed(runs[0].tokenizer, suppress)
-        settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
+        settings = chosen_search(runs, search, suppress, exits)
         models, digests, name = [], [], TOP
         for each in runs:
             whole, digest = each.loaded(str(checkpoint))
@@ -270,6 +276,12 @@ class Translator:
             DataError: if a sentence is too long, and ``strict`` is True; or if there are more or fewer lines of
                 ``prefix`` or ``constraints`` than sentences, after those that have one are translated.
         """
+        check_flags(strict=strict, token_scores=token_scores, alignment=alignment)
+        check_first_line(first_line)
+        beside = (
+            None if prefix is None else checked_texts(prefix, "prefix"),
+            None if constraints is None else checked_phrases(constraints),
+        )
         lines = checked_texts(sentences)
         found = translate_lines(
             self.model,
@@ -284,7 +296,7 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
             counts=counts,
-            inputs=LineInputs(None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line),
+            inputs=LineInputs(*beside, first_line),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
         )
@@ -352,6 +364,7 @@ class Translator:
             DataError: if there are more sources than translations or fewer, after all pairs; if a translation is
                 longer than the model can read, or a source is too long and ``strict`` is True.
         """
+        check_flags(strict=strict, warn=warn)
         if not self.search.left_to_right:
             raise ConfigError(
                 "`score` needs a run that translates from left to right, but this one predicts masked tokens, which "

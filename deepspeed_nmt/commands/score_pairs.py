@@ -19,7 +19,8 @@ from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands.translate_options import add_run_arguments, check_numbers, weights_of
-from deepspeed_nmt.commands.translate_texts import count_lines, target_of
+from deepspeed_nmt.commands.translate_outputs import target_of
+from deepspeed_nmt.commands.translate_texts import count_lines
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:

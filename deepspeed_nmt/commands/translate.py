@@ -24,8 +24,9 @@ from deepspeed_nmt.commands.translate_options import (
     search_arguments,
     weights_of,
 )
+from deepspeed_nmt.commands.translate_outputs import check_outputs
 from deepspeed_nmt.commands.translate_stream import translate_stream
-from deepspeed_nmt.commands.translate_texts import check_outputs, texts_beside
+from deepspeed_nmt.commands.translate_texts import texts_beside
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
@@ -119,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         opening = opened.pop_all()
     with opening:
         if arguments.workers > 1:
-            return pieces.translate_by_workers(arguments)
+            return pieces.translate_by_workers(arguments, search, source, layout)
         if layout.in_pieces:
             return pieces.translate(translator, arguments, source, layout)
         wanted = {

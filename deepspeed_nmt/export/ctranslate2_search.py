@@ -24,7 +24,7 @@ from pydantic import Field
 
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -35,6 +35,35 @@ _EXTREME = 8.0
 """Exponent by which CTranslate2 prefers long hypotheses to short ones, whatever their log-probabilities."""
 _NO_PENALTY = 1e-6
 """Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
+
+
+def import_ctranslate2() -> Any:
+    """Import CTranslate2, and return the module.
+
+    Raises:
+        ConfigError: if it is not installed, or cannot be imported.
+    """
+    try:
+        import ctranslate2
+    except ImportError as error:
+        raise ConfigError(
+            f"the package ctranslate2 must be installed for CTranslate2's models, but cannot be imported ({error}); "
+            f"install it ({EXTRA})"
+        ) from error
+    return ctranslate2
+
+
+def check_device(device: str) -> None:
+    """Check that CTranslate2 has a device.
+
+    Args:
+        device: auto, cpu or cuda.
+
+    Raises:
+        ConfigError: if it has not.
+    """
+    if device == "cuda" and not import_ctranslate2().get_cuda_device_count():
+        raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
 
 
 class BeamSettings(Config):
@@ -99,13 +128,7 @@ class CTranslate2Search:
         self._numbers = {piece: number for number, piece in enumerate(pieces[1])}
         self._longest = longest
         compute_type = "int8_float32" if precision == "int8" else "float32"
-        try:
-            import ctranslate2
-        except ImportError as error:
-            raise ConfigError(
-                "the package ctranslate2 must be installed for CTranslate2's models, but is not; install it "
-                f"({EXTRA})"
-            ) from error
+        ctranslate2 = import_ctranslate2()
         try:
             self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)
         except (RuntimeError, ValueError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-
 _ROWS_PER_TOKEN = 4
 """Bound of the rows of a batch, sentences x hypotheses, for each of its tokens. Sentences have two tokens or more, so
 up to 8 hypotheses it changes nothing."""
