@@ -102,8 +102,8 @@ def check_unicode(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{option(name)} must be Unicode text, but has a lone surrogate in {shown(text)}; decode the bytes by their "
-            "encoding"
+            f"{option(name)} must be Unicode text, but has a lone surrogate in {shown(text)}; decode the bytes by "
+            "their encoding"
         ) from error
 
 
