@@ -33,6 +33,8 @@ EXTRA = "pip install 'ctranslate2>=4.5,<5'"
 """Command that installs CTranslate2, for messages."""
 _EXTREME = 8.0
 """Exponent by which CTranslate2 prefers long hypotheses to short ones, whatever their log-probabilities."""
+_USUAL_BEAM, _SHARE = 8, 4
+"""Batches with a larger beam are smaller by this factor: a signal is answered only between two batches."""
 _NO_PENALTY = 1e-6
 """Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
 
@@ -148,7 +150,8 @@ class CTranslate2Search:
             The number of each sentence and its translations, best first.
         """
         lengths = [len(source) + 1 for source in sources]  # with EOS
-        for numbers in length_buckets(lengths, max_tokens, settings.beam):
+        width = settings.beam if settings.beam <= _USUAL_BEAM else _SHARE * settings.beam
+        for numbers in length_buckets(lengths, max_tokens, width):
             limits = [settings.limit(lengths[number], self._longest) for number in numbers]
             found = self._translate([sources[number] for number in numbers], settings, max(limits), False)
             for number, limit, hypotheses in zip(numbers, limits, found, strict=True):
