@@ -334,3 +334,7 @@ def test_progress_is_reported_while_a_buffer_is_translated(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(reported) + 1 and "translate: 2 of 11 sentences, " in said[0]
     assert "translate: 11 sentences in " in said[-1]
+    with counting("translate", "sentences") as advance:
+        advance(1)
+    said = capsys.readouterr().err.splitlines()
+    assert "translate: 1 sentence, " in said[0] and "translate: 1 sentence in " in said[1]
