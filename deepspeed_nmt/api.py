@@ -25,16 +25,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.run.arguments import (
-    Paths,
-    check_first_line,
-    check_flags,
-    check_type,
-    checked_phrases,
-    checked_texts,
-    made_plain,
-    paths_of,
-)
+from deepspeed_nmt.run.arguments import Paths, beside_of, check_flags, check_type, checked_texts, made_plain, paths_of
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, chosen_search, cut_at, plain_form
 from deepspeed_nmt.search.ensemble import Ensemble, members_of
@@ -277,12 +268,7 @@ class Translator:
                 ``prefix`` or ``constraints`` than sentences, after those that have one are translated.
         """
         check_flags(strict=strict, token_scores=token_scores, alignment=alignment)
-        check_first_line(first_line)
-        beside = (
-            None if prefix is None else checked_texts(prefix, "prefix"),
-            None if constraints is None else checked_phrases(constraints),
-        )
-        lines = checked_texts(sentences)
+        lines, beside = checked_texts(sentences), beside_of(prefix, constraints, first_line)
         found = translate_lines(
             self.model,
             self.tokenizer,
@@ -296,7 +282,7 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
             counts=counts,
-            inputs=LineInputs(*beside, first_line),
+            inputs=LineInputs(*beside),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
         )

@@ -117,12 +117,16 @@ def check_flags(**flags: object) -> None:
         check_type(name, value, (bool,), "True or False")
 
 
-def check_first_line(number: object) -> None:
-    """Check the number of the first sentence in its text.
+def beside_of(
+    prefix: Iterable[str] | None, constraints: Iterable[Sequence[str]] | None, first_line: int
+) -> tuple[Iterator[str] | None, Iterator[Sequence[str]] | None, int]:
+    """Return inputs of a translation beside the source, checked as they are read, and the number of the first line.
 
     Raises:
-        ConfigError: if it is no whole number, or out of range.
+        ConfigError: if one is of another type, or the number is out of range.
     """
-    check_type("first_line", number, (int,), "a whole number")
-    if not (isinstance(number, int) and 0 <= number <= MAX_LINE):
-        raise ConfigError(f"{option('first_line')} must be from 0 to {MAX_LINE:,}, but is {shown(number)}")
+    check_type("first_line", first_line, (int,), "a whole number")
+    if not 0 <= first_line <= MAX_LINE:
+        raise ConfigError(f"{option('first_line')} must be from 0 to {MAX_LINE:,}, but is {shown(first_line)}")
+    texts = None if prefix is None else checked_texts(prefix, "prefix")
+    return texts, None if constraints is None else checked_phrases(constraints), first_line
