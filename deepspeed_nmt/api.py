@@ -25,10 +25,17 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.run.arguments import Paths, check_type, checked_texts, made_plain, paths_of
-from deepspeed_nmt.run.decoding import search_settings
+from deepspeed_nmt.run.arguments import Paths, beside_of, check_flags, check_type, checked_texts, made_plain, paths_of
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.opening import Opened, check_ensemble, chosen_exit, chosen_tags, cut_at, plain_form, suppressed
+from deepspeed_nmt.run.opening import (
+    Opened,
+    check_ensemble,
+    chosen_exit,
+    chosen_search,
+    chosen_tags,
+    cut_at,
+    plain_form,
+)
 from deepspeed_nmt.search.ensemble import Ensemble, members_of
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.requests import LineInputs
@@ -135,10 +142,8 @@ class Translator:
         check_ensemble(runs, weights)
         text = None if detokenise is None else plain_form(runs[0], detokenise)
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
-        if suppress is not None:
-            search["suppress_tokens"] = suppressed(runs[0].tokenizer, suppress)
         tags = chosen_tags(runs[0], tag, tag_target)
-        settings = search_settings(runs, search, [name for name, value in exits.items() if value is not None])
+        settings = chosen_search(runs, search, suppress, exits)
         models, digests, name = [], [], TOP
         for each in runs:
             whole, digest = each.loaded(str(checkpoint))
@@ -260,7 +265,8 @@ class Translator:
             advance: callback for progress; its argument is the number of sentences finished since the last call.
             max_source_tokens: longest sentence, in tokens without EOS; the model may have a lower bound. None: 1024,
                 or the longest sentence that the run was trained on if that is longer.
-            strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning.
+            strict: True to refuse longer sentences. Otherwise their beginning is translated, with a warning. In a
+                command, also lines that are not UTF-8.
             counts: record of what there is to warn of, for a piece of a text whose warnings are made for the whole
                 text. None to log warnings.
             prefix: text with which each translation begins, in the form of the text that the run was trained on; ""
@@ -278,7 +284,8 @@ class Translator:
             DataError: if a sentence is too long, and ``strict`` is True; or if there are more or fewer lines of
                 ``prefix`` or ``constraints`` than sentences, after those that have one are translated.
         """
-        lines = checked_texts(sentences)
+        check_flags(strict=strict, token_scores=token_scores, alignment=alignment)
+        lines, beside = checked_texts(sentences), beside_of(prefix, constraints, first_line)
         found = translate_lines(
             self.model,
             self.tokenizer,
@@ -292,9 +299,7 @@ class Translator:
             max_source_tokens=self.max_source_tokens if max_source_tokens is None else max_source_tokens,
             strict=strict,
             counts=counts,
-            inputs=LineInputs(
-                None if prefix is None else checked_texts(prefix, "prefix"), constraints, first_line, tags=self.tags
-            ),
+            inputs=LineInputs(*beside, tags=self.tags),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
         )
@@ -362,6 +367,7 @@ class Translator:
             DataError: if there are more sources than translations or fewer, after all pairs; if a translation is
                 longer than the model can read, or a source is too long and ``strict`` is True.
         """
+        check_flags(strict=strict, warn=warn)
         if not self.search.left_to_right:
             raise ConfigError(
                 "`score` needs a run that translates from left to right, but this one predicts masked tokens, which "

@@ -14,10 +14,20 @@ from collections.abc import Sequence
 from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
+
+from typing_extensions import override
 
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import discard_output, logger, report, set_up_streams, setup_logging
-from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError, UserError, options_as_typed
+from deepspeed_nmt.errors import (
+    EXIT_USER_ERROR,
+    ConfigError,
+    ReportedError,
+    TrainingError,
+    UserError,
+    options_as_typed,
+)
 from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
@@ -33,6 +43,15 @@ add_arguments(parser) and run(arguments), which returns the exit status. Only th
 functions import what they need: `--help` need not wait for torch.
 """
 _SETTING = re.compile(r"[\w.]+=")
+_SENTENCES = [
+    (re.compile(pattern), sentence)
+    for pattern, sentence in (
+        (r"argument (\S+): invalid int value: (.*)", r"\1 must be a whole number, but is \2"),
+        (r"argument (\S+): invalid float value: (.*)", r"\1 must be a number, but is \2"),
+        (r"argument (\S+): not allowed with argument (\S+)", r"\1 and \2 exclude one another; give one of them"),
+    )
+]
+"""Messages of argparse, and what is said instead."""
 
 
 def module_of(command: str) -> ModuleType:
@@ -41,9 +60,22 @@ def module_of(command: str) -> ModuleType:
     return importlib.import_module(f"deepspeed_nmt.commands.{name}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that reports a mistake in a sentence, as the commands do; ``--help`` shows the options."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Log a message, and exit."""
+        for pattern, sentence in _SENTENCES:
+            message = pattern.sub(sentence, message)
+        setup_logging()
+        logger.error("error: %s (see `%s --help`)", message, self.prog)
+        sys.exit(EXIT_USER_ERROR)
+
+
 def _parser(command: str | None) -> argparse.ArgumentParser:
     first_line = (__doc__ or "").partition("\n")[0]  # `python -OO` removes docstrings
-    parser = argparse.ArgumentParser(prog="deepspeed-nmt", description=first_line)
+    parser = _Parser(prog="deepspeed-nmt", description=first_line)
     parser.add_argument("--version", action="version", version=f"deepspeed-nmt {__version__}")
     # The deepspeed launcher passes this option; the local rank is read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

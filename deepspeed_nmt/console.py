@@ -19,7 +19,7 @@ from typing import TypeVar
 from tqdm import tqdm
 from typing_extensions import override
 
-from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError, shown
+from deepspeed_nmt.errors import EXIT_USER_ERROR, TrainingError, UserError, counted, shown
 
 T = TypeVar("T")
 logger = logging.getLogger("deepspeed_nmt")
@@ -212,12 +212,12 @@ def counting(
         if now - last >= PLAIN_LINE_EVERY_S:
             last = now
             rate = count / (now - start)
-            of = f" of {total:,}" if total else ""
+            so_far = f"{before + count:,} of {total:,} {unit}" if total else counted(before + count, unit)
             left = f", {_duration((total - before - count) / rate)} left" if total and rate else ""
-            logger.info("%s: %s%s %s, %.0f per second%s", description, f"{before + count:,}", of, unit, rate, left)
+            logger.info("%s: %s, %.0f per second%s", description, so_far, rate, left)
 
     yield advance
-    logger.info("%s: %s %s in %.1f s", description, f"{count:,}", unit, time.monotonic() - start)
+    logger.info("%s: %s in %.1f s", description, counted(count, unit), time.monotonic() - start)
 
 
 def _duration(seconds: float) -> str:

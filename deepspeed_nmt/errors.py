@@ -7,6 +7,7 @@ A message states the requirement, the actual value and a remedy. The command lin
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -92,18 +93,44 @@ def options_as_typed() -> Iterator[None]:
         _AS_TYPED.reset(token)
 
 
-def option(name: str) -> str:
+def option(name: str, typed: str | None = None) -> str:
     """Return the name of an option for a message: ``--max-tokens`` in a command, ```max_tokens``` in Python.
 
     Args:
         name: keyword in the Python API.
+        typed: keyword of the command; None for the same.
     """
-    return f"--{name.replace('_', '-')}" if _AS_TYPED.get() else f"`{name}`"
+    return f"--{(typed or name).replace('_', '-')}" if _AS_TYPED.get() else f"`{name}`"
 
 
 def shown(value: object) -> str:
     """Return the representation of a value for a message, shortened if it is long."""
     return _SHORT.repr(value)
+
+
+def check_installed(package: str, needed_by: str, install: str) -> None:
+    """Check that an optional package is installed, without importing it.
+
+    Args:
+        package: its name.
+        needed_by: option that needs it, as it is typed.
+        install: command that installs it.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{needed_by} needs the package {package}, which is not installed; install it ({install})")
+
+
+def counted(count: int, units: str) -> str:
+    """Return a number with its unit for a message: "1 run", "2,000 runs".
+
+    Args:
+        count: the number.
+        units: of what is counted, a plural in -s.
+    """
+    return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

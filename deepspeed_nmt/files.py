@@ -25,6 +25,7 @@ from typing import IO, Any, BinaryIO, TextIO
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.text import text_of
 
 _BLOCK_BYTES = 1 << 20
 _TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
@@ -125,7 +126,7 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
     """Yield lines of UTF-8 text, without their ends, and without a byte order mark at the beginning.
 
     Only line feeds end a line; other line breaks of Unicode are part of the text. Bytes that are not UTF-8 become
-    U+FFFD, so no line is lost.
+    U+FFFD, so no line is lost; such a line is a :class:`~deepspeed_nmt.text.DamagedLine`.
 
     Args:
         stream: to read.
@@ -135,11 +136,6 @@ def text_lines(stream: BufferedReader[Any], name: Path | str = "the text") -> It
         DataError: if the stream is compressed or UTF-16, or a line has no end.
     """
     return map(text_of, raw_lines(stream, name))
-
-
-def text_of(line: bytes) -> str:
-    """Return a line of text without its end; bytes that are not UTF-8 become U+FFFD."""
-    return line.rstrip(b"\n").rstrip(b"\r").decode("utf-8", errors="replace")
 
 
 def raw_lines(stream: BufferedReader[Any], name: Path | str, before: int | None = None) -> Iterator[bytes]:

@@ -147,7 +147,10 @@ def load_marian(name: str, option: str) -> MarianFiles:
     """
     config = _load("AutoConfig", name, option, "config.json of a MarianMT model")
     if config.model_type != "marian":
-        raise ConfigError(f"{option} must be a MarianMT model, but {name} has model_type={config.model_type}")
+        raise ConfigError(
+            f"{option} must be a MarianMT model, but {name} has model_type={config.model_type}; name another, or use "
+            "the run of which it is an export (that of a pre-norm run is Pegasus, which is not imported)"
+        )
     model, info = _load("MarianMTModel", name, option, "weights of a MarianMT model", output_loading_info=True)
     # Positions are not saved by most programs, and then computed.
     if missing := sorted(key for key in info["missing_keys"] if "embed_positions" not in key):

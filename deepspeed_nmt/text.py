@@ -30,6 +30,19 @@ _WITHOUT_ABBREVIATIONS = ("ja", "ko")
 _WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
 
 
+class DamagedLine(str):
+    """A line of text that had bytes that are not UTF-8, with U+FFFD in their place."""
+
+
+def text_of(line: bytes) -> str:
+    """Return a line of text without its end; a :class:`DamagedLine` if it is not UTF-8."""
+    line = line.rstrip(b"\n").rstrip(b"\r")
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:
+        return DamagedLine(line.decode("utf-8", errors="replace"))
+
+
 @dataclass(frozen=True)
 class Tags:
     """Symbols in front of all sentences of a corpus.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands.translate_options import tag_of
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.parallel.launched import place
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
     Raises:
         UserError: if CTranslate2 does not have what the options ask for, or a file cannot be opened.
     """
+    from deepspeed_nmt.commands.translate_outputs import target_of
     from deepspeed_nmt.commands.translate_stream import translate_stream
-    from deepspeed_nmt.commands.translate_texts import target_of, texts_beside
+    from deepspeed_nmt.commands.translate_texts import texts_beside
+    from deepspeed_nmt.export.ctranslate2_search import EXTRA
     from deepspeed_nmt.files import open_text
 
+    check_installed("ctranslate2", "--runtime ctranslate2", EXTRA)
     if arguments.precision not in ("auto", "fp32", "int8"):
         raise ConfigError(
             f"--precision must be fp32 or int8 with --runtime ctranslate2, but is {arguments.precision}; give one of "
@@ -65,6 +68,7 @@ def translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
             encoder_layers=arguments.encoder_layers,
             decoder_layers=arguments.decoder_layers,
             detokenise=arguments.detokenise,
+            nbest=arguments.nbest,
             rerank=arguments.rerank,
             tag=tag_of(arguments.tag),
             **{key: value for key, value in search.items() if key != "suppress"},
@@ -83,6 +87,7 @@ def _open_exported(
     encoder_layers: int | None,
     decoder_layers: int | None,
     detokenise: str | None,
+    nbest: int,
     rerank: str | None,
     tag: str | None,
     name: str | None,
@@ -93,7 +98,8 @@ def _open_exported(
     Raises:
         ConfigError: if CTranslate2 does not have what the options ask for.
     """
-    from deepspeed_nmt.export.runtime import ExportedTranslator, ensure, place_of
+    from deepspeed_nmt.export import runtime
+    from deepspeed_nmt.export.ctranslate2_search import check_device
 
     if len(runs) > 1:
         raise ConfigError(f"--runtime ctranslate2 takes one --run, but {len(runs)} are given; give one")
@@ -109,11 +115,18 @@ def _open_exported(
     run = runs[0]
     if not run.is_dir():
         raise ConfigError(f"--run must be a directory made by `train`, but {run} does not exist")
-    place = place_of(run, checkpoint, exit, precision)
+    runtime.check_changes(changes)
+    check_device(device)
+    place = runtime.place_of(run, checkpoint, exit, precision)
 
     def make(out: Path) -> Certificate:
-        from deepspeed_nmt.run.exporting import ExportRequest, export_run  # imports torch
+        from deepspeed_nmt.run.directory import Run  # imports torch
+        from deepspeed_nmt.run.exporting import ExportRequest, export_run, settings_of
 
+        opened = Run.open(run)  # options that the run excludes are refused before it is exported
+        runtime.check_nbest(nbest, runtime.changed_settings(settings_of(opened), changes))
+        if detokenise is not None:
+            runtime.plain_form(opened.text_form, detokenise)
         return export_run(ExportRequest(run, "ctranslate2", precision, checkpoint, exit), out, overwrite=True)
 
     def is_current(certificate: Certificate) -> bool:
@@ -121,5 +134,5 @@ def _open_exported(
 
         return is_current(certificate, run, checkpoint)
 
-    ensure(place, run, checkpoint, make, is_current)
-    return ExportedTranslator(place, device, changes, detokenise, tag)
+    runtime.ensure(place, run, checkpoint, make, is_current)
+    return runtime.ExportedTranslator(place, device, changes, detokenise, tag)

@@ -18,8 +18,15 @@ from io import BufferedReader
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.translate_options import add_run_arguments, add_tag_arguments, tag_of, weights_of
-from deepspeed_nmt.commands.translate_texts import count_lines, target_of
+from deepspeed_nmt.commands.translate_options import (
+    add_run_arguments,
+    add_tag_arguments,
+    check_numbers,
+    tag_of,
+    weights_of,
+)
+from deepspeed_nmt.commands.translate_outputs import target_of
+from deepspeed_nmt.commands.translate_texts import count_lines
 from deepspeed_nmt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sentence that the run was trained on)",
     )  # fmt: skip
     parser.add_argument(
-        "--strict", action="store_true", help="refuse source lines longer than --max-source-tokens instead"
-    )
+        "--strict", action="store_true",
+        help="refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead",
+    )  # fmt: skip
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
@@ -77,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.files import atomic_text_writer, open_text, replaces
     from deepspeed_nmt.search.requests import MisalignedError
 
+    check_numbers(arguments)
     target = target_of(arguments.output, "--output")
     if arguments.source == arguments.target == "-":
         raise ConfigError("standard input (`-`) must be given at most once, but is given more often; give paths")

@@ -21,13 +21,14 @@ from deepspeed_nmt.commands.translate_options import (
     add_search_arguments,
     add_tag_arguments,
     check_exits,
+    check_numbers,
     search_arguments,
     tag_of,
     weights_of,
 )
+from deepspeed_nmt.commands.translate_outputs import check_outputs
 from deepspeed_nmt.commands.translate_stream import translate_stream
-from deepspeed_nmt.commands.translate_texts import target_of, texts_beside
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.commands.translate_texts import texts_beside
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
@@ -66,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "longest sentence that the run was trained on)",
     )  # fmt: skip
     parser.add_argument(
-        "--strict", action="store_true", help="refuse source lines longer than --max-source-tokens instead"
-    )
+        "--strict", action="store_true",
+        help="refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead",
+    )  # fmt: skip
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="first layers or loops to use (default: all)")
     parser.add_argument("--decoder-layers", type=int, metavar="M", help="first layers or loops to use (default: all)")
     parser.add_argument(
@@ -100,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: if options contradict each other, or a run or a file cannot be opened.
     """
-    if arguments.max_source_tokens is not None and arguments.max_source_tokens < 1:
-        raise ConfigError(f"--max-source-tokens must be at least 1, but is {arguments.max_source_tokens}")
+    check_numbers(arguments)
     check_exits(arguments)
     search = search_arguments(arguments)
     if arguments.runtime == "ctranslate2":
@@ -111,8 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.parallel.launched import once_per_host
 
     with once_per_host(), ExitStack() as opened:
-        for option in ("output", "alignment"):
-            target_of(getattr(arguments, option) or "-", f"--{option}")
+        check_outputs(arguments)
         source = opened.enter_context(open_text(arguments.input))
         beside = opened.enter_context(texts_beside(arguments, source))
         layout = pieces.layout(arguments, source)
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         opening = opened.pop_all()
     with opening:
         if arguments.workers > 1:
-            return pieces.translate_by_workers(arguments)
+            return pieces.translate_by_workers(arguments, search, source, layout)
         if layout.in_pieces:
             return pieces.translate(translator, arguments, source, layout)
         wanted = {

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, shown
 
 _SEARCH_OPTIONS = (
     *("beam", "length_penalty", "alpha", "exponent", "iterations", "length_beam", "groups", "diversity"),
@@ -154,6 +154,23 @@ def weights_of(arguments: argparse.Namespace) -> list[float] | None:
         raise ConfigError(
             f"--weights must be numbers, separated by commas, but is {arguments.weights}; for example 0.7,0.3"
         ) from error
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Check the numbers that no setting bounds, as far as the command has them.
+
+    Raises:
+        ConfigError: if one is below 1, naming all.
+    """
+    names = ("nbest", "max_tokens", "max_source_tokens")
+    given = {name: getattr(arguments, name, None) for name in names}
+    problems = [
+        f"--{name.replace('_', '-')} must be a whole number of at least 1, but is {shown(value)}"
+        for name, value in given.items()
+        if value is not None and value < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_exits(arguments: argparse.Namespace) -> None:

@@ -6,16 +6,18 @@ import argparse
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from signal import SIGUSR1
+from typing import Any
 
 from deepspeed_nmt.api import Translator
-from deepspeed_nmt.commands.translate_texts import target_of, writes_lists, written
+from deepspeed_nmt.commands.translate_options import weights_of
+from deepspeed_nmt.commands.translate_outputs import target_of, writes_lists, written
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.files import is_replaceable
@@ -24,11 +26,21 @@ from deepspeed_nmt.parallel.device import uses_cuda
 from deepspeed_nmt.parallel.launched import place
 from deepspeed_nmt.parallel.workers import run_workers
 from deepspeed_nmt.parallel.world import take_gpu
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.opening import check_ensemble, chosen_search
 from deepspeed_nmt.run.pieces import MAX_LINES, count_lines, lines_of_a_piece
-from deepspeed_nmt.run.translation import FileToTranslate, pieces_directory, translate_in_pieces
+from deepspeed_nmt.run.translation import (
+    FileToTranslate,
+    check_resumable,
+    pieces_directory,
+    translate_in_pieces,
+)
 
-_INDEPENDENT = {"command", "run", "checkpoint", "input", "output", "device", "workers", "strict", "local_rank"}
-"""Options on which the translation of a line does not depend, or whose files are compared instead."""
+_INDEPENDENT = {"command", "run", "checkpoint", "input", "output", "device", "workers", "strict", "local_rank"} | {
+    "rerank",
+    "suppress",
+}
+"""Options on which the translation of a line does not depend, or whose files or settings are compared instead."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +135,18 @@ def translate(translator: Translator, arguments: argparse.Namespace, source: Buf
         UserError: as :func:`deepspeed_nmt.run.translation.translate_in_pieces`.
         OSError: if a file cannot be written.
     """
+    file = _file(arguments, source, layout)
+    with interruptible(SIGUSR1):  # batch systems announce a time limit by it
+        return translate_in_pieces(translator, file, partial(written, lists=writes_lists(arguments)))
+
+
+def _file(arguments: argparse.Namespace, source: BufferedReader, layout: Layout) -> FileToTranslate:
+    """Return what is translated in pieces."""
     assert layout.lines is not None
     options = {
         f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items() if name not in _INDEPENDENT
     }
-    file = FileToTranslate(
+    return FileToTranslate(
         source,
         arguments.input,
         Path(arguments.output),
@@ -140,14 +159,30 @@ def translate(translator: Translator, arguments: argparse.Namespace, source: Buf
         arguments.token_scores,
         options,
     )
-    with interruptible(SIGUSR1):  # batch systems announce a time limit by it
-        return translate_in_pieces(translator, file, partial(written, lists=writes_lists(arguments)))
 
 
-def translate_by_workers(arguments: argparse.Namespace) -> int:
-    """Translate a file with workers on this host's CPU, and return their exit status."""
+def translate_by_workers(
+    arguments: argparse.Namespace, search: Mapping[str, Any], source: BufferedReader, layout: Layout
+) -> int:
+    """Translate a file with workers on this host's CPU, and return their exit status.
+
+    Args:
+        arguments: of the command line.
+        search: settings of the search, as ``Translator.open`` takes them.
+        source: the text.
+        layout: its division.
+
+    Raises:
+        UserError: if an option is wrong, or another translation was begun. Starting workers takes much longer.
+    """
     from deepspeed_nmt.cli import execute
 
+    runs = [Run.open(path) for path in arguments.run]
+    check_ensemble(runs, weights_of(arguments))
+    changes = {key: value for key, value in search.items() if key != "suppress"}
+    exits = {name: getattr(arguments, name) for name in ("exit", "encoder_layers", "decoder_layers")}
+    chosen = chosen_search(runs, changes, search["suppress"], exits)
+    check_resumable(_file(arguments, source, layout), chosen, "cpu")
     one = argparse.Namespace(**{**vars(arguments), "workers": 1, "device": "cpu"})
     with interruptible(SIGUSR1):
         return run_workers(execute, one, arguments.workers)

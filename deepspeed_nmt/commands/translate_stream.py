@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from typing import TYPE_CHECKING, Protocol
 
-from deepspeed_nmt.commands.translate_texts import Beside, Outputs
+from deepspeed_nmt.commands.translate_outputs import Outputs
+from deepspeed_nmt.commands.translate_texts import Beside
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import text_lines

@@ -1,65 +1,19 @@
-"""Texts of `translate`: those beside the source, and what is written."""
+"""Texts of `translate` beside the source, and the numbers of their lines."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
 from deepspeed_nmt.errors import ConfigError, DataError
-from deepspeed_nmt.evaluate.nbest import Candidate
-from deepspeed_nmt.files import atomic_text_writer, open_text, raw_lines, replaces, text_lines
-
-if TYPE_CHECKING:
-    from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.files import open_text, raw_lines, replaces, text_lines
 
 Beside = dict[str, Iterator[Any] | None]
 """Texts that have a line for each line of the source, by the names of arguments of ``Translator.stream``."""
-
-
-def writes_lists(arguments: argparse.Namespace) -> bool:
-    """Return True if n-best lists are written."""
-    return bool(arguments.nbest > 1 or arguments.token_scores)
-
-
-def written(number: int, best: Sequence[Translation], lists: bool) -> str:
-    """Return the translations of a line as they are written.
-
-    Args:
-        number: of the line, from 0.
-        best: its translations, best first.
-        lists: True for n-best lists.
-    """
-    if not lists:
-        return best[0].text + "\n"
-    return "".join(f"{candidate}\n" for candidate in _candidates(number, best))
-
-
-def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
-    """Yield the translations of a line as an n-best list."""
-    for each in translations:
-        features = {**each.features, "log_prob": each.log_prob, "tokens": len(each.tokens)}
-        yield Candidate(line, each.text, features, each.score, each.token_scores or ())
-
-
-def target_of(name: str, option: str) -> Path | None:
-    """Return the path of an output file; None for standard output.
-
-    Raises:
-        ConfigError: if it cannot be written.
-    """
-    if name == "-":
-        return None
-    target = Path(name)
-    if target.is_dir() or not target.parent.is_dir():
-        what = "is a directory" if target.is_dir() else f"is in {target.parent}, which is no directory"
-        raise ConfigError(f"{option} must be a writable file, but {target} {what}; give another path")
-    return target
 
 
 @contextmanager
@@ -123,52 +77,3 @@ def count_lines(stream: BufferedReader[Any], name: str) -> int | None:
     count = sum(1 for _ in raw_lines(stream, name))
     stream.seek(start)
     return count
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Files that translations are written to; see :meth:`open`.
-
-    Attributes:
-        text: of the translations or n-best lists.
-        alignment: of the alignments; None if they are not asked for.
-        lists: True for n-best lists.
-    """
-
-    text: TextIO
-    alignment: TextIO | None
-    lists: bool
-
-    @classmethod
-    @contextmanager
-    def open(cls, arguments: argparse.Namespace) -> Iterator[Outputs]:
-        """Open the outputs. Files are complete or unchanged.
-
-        Raises:
-            ConfigError: if they cannot be written.
-        """
-        target = target_of(arguments.output, "--output")
-        aligned = None if arguments.alignment is None else target_of(arguments.alignment, "--alignment")
-        if arguments.alignment is not None and aligned == target:
-            raise ConfigError("--alignment must be another file than --output, but both are the same; give another")
-        with ExitStack() as stack:
-            text = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))
-            alignment = None
-            if arguments.alignment is not None:
-                writer = nullcontext(sys.stdout) if aligned is None else atomic_text_writer(aligned)
-                alignment = stack.enter_context(writer)
-            yield cls(text, alignment, writes_lists(arguments))
-            text.flush()
-
-    def write(self, number: int, best: Sequence[Translation]) -> None:
-        """Write the translations of a line.
-
-        Args:
-            number: of the line, from 0.
-            best: its translations, best first.
-        """
-        self.text.write(written(number, best, self.lists))
-        if self.alignment is not None:
-            from deepspeed_nmt.search.alignment import pharaoh
-
-            self.alignment.writelines(f"{pharaoh(each.alignment or ())}\n" for each in best)

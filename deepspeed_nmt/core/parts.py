@@ -19,6 +19,8 @@ MAX_INNER_WIDTH = 1 << 20
 """Bound on the width within a sub-layer, and on positions."""
 MAX_LAYERS = 1_000
 """Bound on the layers of a stack, repetitions counted."""
+MAX_HYPOTHESES = 1_000
+"""Bound on the hypotheses, samples or candidates of a sentence in a search."""
 
 
 class PartConfig(Config):

@@ -22,8 +22,9 @@ from typing import Any
 
 from pydantic import Field
 
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.length_penalty import LengthPenalty
@@ -32,14 +33,45 @@ EXTRA = "pip install 'ctranslate2>=4.5,<5'"
 """Command that installs CTranslate2, for messages."""
 _EXTREME = 8.0
 """Exponent by which CTranslate2 prefers long hypotheses to short ones, whatever their log-probabilities."""
+_USUAL_BEAM, _SHARE = 8, 4
+"""Batches with a larger beam are smaller by this factor: a signal is answered only between two batches."""
 _NO_PENALTY = 1e-6
 """Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
+
+
+def import_ctranslate2() -> Any:
+    """Import CTranslate2, and return the module.
+
+    Raises:
+        ConfigError: if it is not installed, or cannot be imported.
+    """
+    try:
+        import ctranslate2
+    except ImportError as error:
+        raise ConfigError(
+            f"the package ctranslate2 must be installed for CTranslate2's models, but cannot be imported ({error}); "
+            f"install it ({EXTRA})"
+        ) from error
+    return ctranslate2
+
+
+def check_device(device: str) -> None:
+    """Check that CTranslate2 has a device.
+
+    Args:
+        device: auto, cpu or cuda.
+
+    Raises:
+        ConfigError: if it has not.
+    """
+    if device == "cuda" and not import_ctranslate2().get_cuda_device_count():
+        raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
 
 
 class BeamSettings(Config):
     """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
 
-    beam: int = Field(ge=1, le=10_000)
+    beam: int = Field(ge=1, le=MAX_HYPOTHESES)
     length_penalty: str
     max_length_ratio: float = Field(ge=0.0, le=100.0)
     max_length_extra: int = Field(ge=0, le=100_000)
@@ -98,13 +130,7 @@ class CTranslate2Search:
         self._numbers = {piece: number for number, piece in enumerate(pieces[1])}
         self._longest = longest
         compute_type = "int8_float32" if precision == "int8" else "float32"
-        try:
-            import ctranslate2
-        except ImportError as error:
-            raise ConfigError(
-                "the package ctranslate2 must be installed for CTranslate2's models, but is not; install it "
-                f"({EXTRA})"
-            ) from error
+        ctranslate2 = import_ctranslate2()
         try:
             self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)
         except (RuntimeError, ValueError) as error:
@@ -124,7 +150,8 @@ class CTranslate2Search:
             The number of each sentence and its translations, best first.
         """
         lengths = [len(source) + 1 for source in sources]  # with EOS
-        for numbers in length_buckets(lengths, max_tokens):
+        width = settings.beam if settings.beam <= _USUAL_BEAM else _SHARE * settings.beam
+        for numbers in length_buckets(lengths, max_tokens, width):
             limits = [settings.limit(lengths[number], self._longest) for number in numbers]
             found = self._translate([sources[number] for number in numbers], settings, max(limits), False)
             for number, limit, hypotheses in zip(numbers, limits, found, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed_nmt.core.plain import PlainAttention, PlainLayer, PlainLinear, PlainNorm, PlainStack, PlainTransformer
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.export.ctranslate2_search import import_ctranslate2
 from deepspeed_nmt.export.folding import fill_cross_attention, fold_deepnorm
 
 Precision = Literal["fp32", "int8"]
@@ -42,8 +43,10 @@ def write_ctranslate2(
         precision: of the matrices; int8 has one scale for each row.
 
     Raises:
+        ConfigError: if CTranslate2 is not installed.
         OSError: if a file cannot be written.
     """
+    import_ctranslate2()
     from ctranslate2 import specs
     from ctranslate2.specs import common_spec
 

@@ -15,12 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from deepspeed_nmt import huggingface
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
+from deepspeed_nmt.export import ctranslate2_search
 from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search, Found
 from deepspeed_nmt.export.ctranslate2_weights import PRECISIONS, write_ctranslate2
-from deepspeed_nmt.export.huggingface_weights import WEIGHTS_FILE, write_huggingface
+from deepspeed_nmt.export.huggingface_weights import WEIGHTS_FILE, check_class, write_huggingface
 from deepspeed_nmt.export.tokenizers import write_marian_tokenizer
 from deepspeed_nmt.huggingface import TranslationProgram
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
@@ -86,6 +88,9 @@ class Format:
         length_penalty: the only one that its program has; None if it has all.
         write: writes a model's files into a directory; raises NotPlainError for a model that cannot be expressed.
         open: opens an export in its program.
+        check: raises NotPlainError for a model that cannot be expressed; its parameters need no data.
+        package: name of the program's package.
+        install: command that installs it.
     """
 
     name: str
@@ -93,6 +98,9 @@ class Format:
     length_penalty: str | None
     write: Callable[[Path, Subject], None]
     open: Callable[[Path, Subject], Program]
+    check: Callable[[TranslationModel], object]
+    package: str
+    install: str
 
 
 def _write_ctranslate2(directory: Path, subject: Subject) -> None:
@@ -237,9 +245,36 @@ def _open_safetensors(directory: Path, subject: Subject) -> Program:
 FORMATS: Mapping[str, Format] = {
     each.name: each
     for each in (
-        Format("ctranslate2", PRECISIONS, None, _write_ctranslate2, _CTranslate2),
-        Format("huggingface", ("fp32",), "power:1", _write_huggingface, _HuggingFace),
-        Format("safetensors", ("fp32",), None, _write_safetensors, _open_safetensors),
+        Format(
+            "ctranslate2",
+            PRECISIONS,
+            None,
+            _write_ctranslate2,
+            _CTranslate2,
+            lambda model: model.plain(),
+            "ctranslate2",
+            ctranslate2_search.EXTRA,
+        ),
+        Format(
+            "huggingface",
+            ("fp32",),
+            "power:1",
+            _write_huggingface,
+            _HuggingFace,
+            lambda model: check_class(model.plain()),
+            "transformers",
+            huggingface.EXTRA,
+        ),
+        Format(
+            "safetensors",
+            ("fp32",),
+            None,
+            _write_safetensors,
+            _open_safetensors,
+            lambda model: None,
+            "safetensors",
+            "pip install safetensors",
+        ),
     )
 }
 """All formats by name."""

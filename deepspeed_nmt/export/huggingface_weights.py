@@ -46,6 +46,20 @@ LAYER_NAMES = {
 """Modules of a layer here, and their names there."""
 
 
+def check_class(model: PlainTransformer) -> None:
+    """Check that a class of ``transformers`` can have a model.
+
+    Raises:
+        NotPlainError: if none can.
+    """
+    if model.norm_eps != _EPS:
+        raise NotPlainError(
+            f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
+        )
+    if model.norm == "pre" and len(model.source_VD) != len(model.target_VD):
+        raise NotPlainError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
+
+
 def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Vocabulary, longest: int) -> None:
     """Write a model as ``transformers`` reads it: weights, ``config.json`` and ``generation_config.json``.
 
@@ -59,16 +73,11 @@ def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Voca
         NotPlainError: if no class can have the model.
         OSError: if a file cannot be written.
     """
-    if model.norm_eps != _EPS:
-        raise NotPlainError(
-            f"its LayerNorms have eps {model.norm_eps:g}, and those of transformers' classes {_EPS:g}"
-        )
+    check_class(model)
     model = fill_cross_attention(fold_deepnorm(model))
     kind, name = _CLASSES[model.norm]
     state = dict(_state(model, longest))
     tied = _tie(model, state)
-    if kind == "pegasus" and len(model.source_VD) != len(model.target_VD):
-        raise NotPlainError("it is pre-norm and has two vocabularies, and transformers' Pegasus has one")
     config = {
         "architectures": [name],
         "model_type": kind,

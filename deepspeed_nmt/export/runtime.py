@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -126,6 +126,32 @@ def _write_stamp(place: Path, stamp: dict[str, str]) -> None:
         atomic_write_text(_stamp_file(place), json.dumps(stamp, indent=1))
 
 
+def check_changes(changes: Mapping[str, Any]) -> None:
+    """Check settings that a user has given for the beam search of CTranslate2, of whatever run.
+
+    Args:
+        changes: settings by name; None for those that are not given.
+
+    Raises:
+        ConfigError: if one is out of range, or none that CTranslate2's search has.
+    """
+    any_run = BeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
+    changed_settings(any_run, changes)
+
+
+def check_nbest(nbest: int, settings: BeamSettings) -> None:
+    """Check that a search keeps as many translations as are wanted.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if nbest > settings.beam:
+        raise ConfigError(
+            f"{option('nbest')} must be at most {option('beam')}, which is {settings.beam}, but is {nbest}; raise "
+            f"{option('beam')} to {nbest}"
+        )
+
+
 class ExportedTranslator:
     """Translator of sentences by CTranslate2; :meth:`stream` and :meth:`check` are those of ``Translator``.
 
@@ -146,8 +172,8 @@ class ExportedTranslator:
     ) -> None:
         self._info = ExportInfo.read(place)
         self._tokenizer: Tokenizer = open_tokenizer(place)
-        self._settings = _changed(self._info.search, changes)
-        self._plain = None if detokenise is None else _form(self._info.text_form, detokenise)
+        self._settings = changed_settings(self._info.search, changes)
+        self._plain = None if detokenise is None else plain_form(self._info.text_form, detokenise)
         self._tags = self._info.tags if tag is None else replace(self._info.tags, source=tag or None)
         if self._tags.source is not None:
             self._tokenizer.symbol("source", self._tags.source)
@@ -188,13 +214,9 @@ class ExportedTranslator:
             for name, value in numbers.items()
             if value < 1
         ]
-        if nbest > self._settings.beam:
-            problems.append(
-                f"{option('nbest')} must be at most {option('beam')}, which is {self._settings.beam}, but is "
-                f"{nbest}; raise {option('beam')} to {nbest}"
-            )
         if problems:
             raise ConfigError(problems)
+        check_nbest(nbest, self._settings)
         reader = self._reader(max_source_tokens, strict)
         return self._stream(reader, iter(sentences), max_tokens, buffer_lines, nbest, advance)
 
@@ -231,7 +253,7 @@ class ExportedTranslator:
                 ]
                 advance(1)
             yield from found if self._plain is None else self._detokenised(found, self._plain)
-        reader.warn_of_cuts()
+        reader.warn_at_end()
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tags.untagged(self._tokenizer.decode(tokens))
@@ -242,7 +264,7 @@ class ExportedTranslator:
             yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
 
 
-def _changed(settings: BeamSettings, changes: dict[str, Any]) -> BeamSettings:
+def changed_settings(settings: BeamSettings, changes: Mapping[str, Any]) -> BeamSettings:
     """Return settings of a search with the user's changes.
 
     Raises:
@@ -265,7 +287,7 @@ def _changed(settings: BeamSettings, changes: dict[str, Any]) -> BeamSettings:
     return changed
 
 
-def _form(text: TextForm, language: str) -> TextForm:
+def plain_form(text: TextForm, language: str) -> TextForm:
     """Return the form of the text that a run writes, to make it plain.
 
     Args:

@@ -12,6 +12,8 @@ from deepspeed_nmt.text import TextForm
 
 Paths = str | Path | Sequence[str | Path]
 """A run directory, or several."""
+MAX_LINE = 2**62
+"""Largest number of the first sentence in its text."""
 
 
 def made_plain(found: Iterable[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
@@ -59,6 +61,72 @@ def checked_texts(sentences: Iterable[str], name: str = "sentences") -> Iterator
 
     def text(sentence: str) -> str:
         check_type(name, sentence, (str,), "a list of strings")
+        check_unicode(name, sentence)
         return sentence
 
     return map(text, sentences)
+
+
+def checked_phrases(constraints: Iterable[Sequence[str]]) -> Iterator[Sequence[str]]:
+    """Return an iterator over the phrases of each sentence that refuses phrases that are no text.
+
+    Args:
+        constraints: to check.
+
+    Raises:
+        ConfigError: if they are one string, or no iterable. The iterator raises it for what is no list of text.
+    """
+    requirement = "a list with a list of phrases for each sentence"
+    if isinstance(constraints, (str, bytes)):
+        raise ConfigError(f"{option('constraints')} must be {requirement}, but is {shown(constraints)}")
+    check_type("constraints", constraints, (Iterable,), requirement)
+
+    def texts(phrases: Sequence[str]) -> Sequence[str]:
+        if isinstance(phrases, str) or not isinstance(phrases, Sequence):
+            raise ConfigError(f"{option('constraints')} must be {requirement}, but has {shown(phrases)}")
+        for phrase in phrases:
+            check_type("constraints", phrase, (str,), requirement)
+            check_unicode("constraints", phrase)
+        return phrases
+
+    return map(texts, constraints)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Check that text can be encoded as UTF-8.
+
+    Raises:
+        ConfigError: if it has surrogates, as Python makes of bytes that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{option(name)} must be Unicode text, but has a lone surrogate in {shown(text)}; decode the bytes by "
+            "their encoding"
+        ) from error
+
+
+def check_flags(**flags: object) -> None:
+    """Check that arguments are True or False.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    for name, value in flags.items():
+        check_type(name, value, (bool,), "True or False")
+
+
+def beside_of(
+    prefix: Iterable[str] | None, constraints: Iterable[Sequence[str]] | None, first_line: int
+) -> tuple[Iterator[str] | None, Iterator[Sequence[str]] | None, int]:
+    """Return inputs of a translation beside the source, checked as they are read, and the number of the first line.
+
+    Raises:
+        ConfigError: if one is of another type, or the number is out of range.
+    """
+    check_type("first_line", first_line, (int,), "a whole number")
+    if not 0 <= first_line <= MAX_LINE:
+        raise ConfigError(f"{option('first_line')} must be from 0 to {MAX_LINE:,}, but is {shown(first_line)}")
+    texts = None if prefix is None else checked_texts(prefix, "prefix")
+    return texts, None if constraints is None else checked_phrases(constraints), first_line

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deepspeed_nmt.core.parts import SearchConfig
-from deepspeed_nmt.errors import ConfigError, option
+from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search import SEARCHES
@@ -31,6 +31,12 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     if (exits or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
         settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
     settings |= {key: value for key, value in changes.items() if value is not None}
+    if settings["name"] not in SEARCHES:
+        name = settings["name"]
+        raise ConfigError(
+            f"{option('name', 'search')} must be a known search, but is {shown(name)}"
+            f"{did_you_mean(str(name), SEARCHES)}"
+        )
     kind = SEARCHES[settings["name"]].config
     if unknown := [key for key, value in changes.items() if value is not None and key not in kind.model_fields]:
         raise ConfigError(

@@ -8,19 +8,16 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed_nmt
-from deepspeed_nmt.build import build_model
+from deepspeed_nmt.build import build_meta_model, build_model
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.plain import NotPlainError
 from deepspeed_nmt.data.staging import replacing, staged
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.evaluate.metrics import Scorer
-from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.export.certificate import (
     CERTIFICATE_FILE,
     SENTENCES,
@@ -36,7 +33,9 @@ from deepspeed_nmt.export.info import ExportInfo, text_record
 from deepspeed_nmt.export.margins import smallest_margin
 from deepspeed_nmt.files import check_utf8_name
 from deepspeed_nmt.manifest import FileRecord
-from deepspeed_nmt.run.directory import Run, recorded_data
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.export_text import ExportRequest as ExportRequest
+from deepspeed_nmt.run.export_text import ExportText, export_text
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.beam import BeamSettings as RunBeamSettings
 
@@ -50,46 +49,6 @@ _LARGEST_LOGIT_DIFFERENCE = 1e-3
 """Largest difference (nats) of a token's log-probability in fp32."""
 _SCORED = 50
 """Translations whose tokens' log-probabilities are compared."""
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """An export to make.
-
-    Attributes:
-        run: run directory.
-        format: name of the format.
-        precision: of the matrices.
-        checkpoint: best, last, average, or a path.
-        exit: exit of the model; None for the top.
-        source: text to compare translations of; None for that of the run's data.
-        reference: translations of the text; None without such, or for those of the run's data.
-        sentences: number of sentences to compare; None: 1,000.
-    """
-
-    run: Path
-    format: str
-    precision: str
-    checkpoint: str = "best"
-    exit: str | None = None
-    source: Path | None = None
-    reference: Path | None = None
-    sentences: int | None = None
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Text to compare translations of.
-
-    Attributes:
-        lines: sentences, none without tokens.
-        references: one of each; None without such.
-        description: of its origin.
-    """
-
-    lines: list[str]
-    references: list[str] | None
-    description: str
 
 
 def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificate:
@@ -106,6 +65,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
         OSError: if a file cannot be written; an older export is then unchanged.
     """
     format = FORMATS[request.format]
+    check_installed(format.package, f"--format {format.name}", format.install)
     check_utf8_name(out, "--out")
     _check_out(out, overwrite)
     run = Run.open(request.run)
@@ -114,28 +74,27 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
             f"--run must translate from left to right to be exported, but {run.path} predicts masked tokens; use "
             "another run"
         )
-    checkpoint = run.checkpoint(request.checkpoint)
-    model, update = run.model(request.checkpoint), checkpoint.progress.update
-    try:
-        cut = model.at_exit(request.exit or TOP).eval()
-    except ConfigError as error:
-        raise ConfigError(f"{run.path}: {error}") from error
     config, vocabulary = run.config, run.tokenizer.vocabulary
-    settings = _settings(run)
-    longest = _longest(run, cut, settings)
+    empty = _cut(run, build_meta_model(config, vocabulary), request.exit)
+    try:
+        format.check(empty)
+    except NotPlainError as error:
+        raise _not_plain(run, format, error) from error
+    checkpoint = run.checkpoint(request.checkpoint)
+    settings = settings_of(run)
+    longest = _longest(run, empty, settings)
+    text = export_text(run, request, longest, request.sentences or SENTENCES)
+    cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
 
     def rebuild() -> TranslationModel:
         return build_model(config, vocabulary).at_exit(request.exit or TOP)
 
     subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild)
-    text = _text(run, request, longest, request.sentences or SENTENCES)
     with replacing(out, is_export), staged(out) as new:
         try:
             format.write(new, subject)
         except NotPlainError as error:
-            raise ConfigError(
-                f"{run.path} must be a plain Transformer to be exported as {format.name}, but {error}"
-            ) from error
+            raise _not_plain(run, format, error) from error
         run.tokenizer.save(new)
         shutil.copyfile(run.path / "config.yaml", new / "run.yaml")
         ExportInfo(
@@ -165,7 +124,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
             run=str(run.path.resolve()),
             checkpoint=request.checkpoint,
             exit=request.exit or "",
-            update=update,
+            update=checkpoint.progress.update,
             hashes={
                 "config.yaml": run.files["config.yaml"].sha256,
                 "vocabulary": run.tokenizer.digest,
@@ -208,7 +167,23 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"--out must be a new directory, but {out} has an export; add --overwrite to replace it")
 
 
-def _settings(run: Run) -> BeamSettings:
+def _cut(run: Run, model: TranslationModel, exit: str | None) -> TranslationModel:
+    """Return a run's model at an exit; None for the top.
+
+    Raises:
+        ConfigError: if it has no such exit.
+    """
+    try:
+        return model.at_exit(exit or TOP)
+    except ConfigError as error:
+        raise ConfigError(f"{run.path}: {error}") from error
+
+
+def _not_plain(run: Run, format: Format, reason: NotPlainError) -> ConfigError:
+    return ConfigError(f"{run.path} must be a plain Transformer to be exported as {format.name}, but {reason}")
+
+
+def settings_of(run: Run) -> BeamSettings:
     """Return the settings of the run's beam search."""
     search = run.config.search
     config = search if isinstance(search, RunBeamSettings) else BeamConfig()
@@ -221,59 +196,8 @@ def _longest(run: Run, model: TranslationModel, settings: BeamSettings) -> int:
     return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
 
 
-def _text(run: Run, request: ExportRequest, longest: int, most: int) -> _Text:
-    """Return the text to compare translations of: test set, validation set, then training set.
-
-    Raises:
-        ConfigError: if there is a reference without a source, or int8 without references.
-        DataError: if there is no text.
-    """
-    if request.reference is not None and request.source is None:
-        raise ConfigError("--reference needs --source, which is missing; give both")
-    pairs: list[tuple[str, str]]
-    if request.source is not None:
-        sources = read_sentences(str(request.source))
-        references = read_sentences(str(request.reference)) if request.reference is not None else None
-        if references is not None and len(references) != len(sources):
-            raise DataError(
-                f"--reference must have a line for each line of --source, but has {len(references):,} lines for "
-                f"{len(sources):,}; give texts of the same sentences"
-            )
-        pairs = list(zip(sources, references or [""] * len(sources), strict=True))
-        origin = str(request.source)
-    else:
-        try:
-            data = recorded_data(run.path).main
-        except DataError as error:
-            raise DataError(f"{error} (or give the text to compare translations of by --source)") from error
-        pairs, parts = [], []
-        for split in ("test", "valid"):
-            with suppress(DataError):
-                files = [data.text(split, side) for side in ("source", "target")]
-                pairs += zip(*(read_sentences(str(file)) for file in files), strict=True)
-                parts.append(split)
-        if len(pairs) < most:
-            corpus, tokenizer = data.corpus("train"), run.tokenizer
-            for index in range(min(len(corpus), most - len(pairs))):
-                source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
-                pairs.append((tokenizer.decode(source, "source"), tokenizer.decode(target, "target")))
-            parts.append("train")
-        references, origin = [""], f"{'+'.join(parts)} of {data.path}"
-    if references is None and request.precision != "fp32":
-        raise ConfigError(f"--precision {request.precision} is judged by BLEU; add --reference to --source")
-    encode = run.tokenizer.encode
-    kept = [pair for pair in pairs if pair[0].strip() and 0 < len(encode(pair[0])) < longest][:most]
-    if not kept:
-        raise DataError(f"the text to compare translations of must have sentences, but {origin} has none")
-    return _Text(
-        [source for source, _ in kept],
-        None if references is None else [run.tokenizer.reference(reference) for _, reference in kept],
-        f"{len(kept):,} sentences: {origin}",
-    )
-
-
 def _compare(
-    run: Run, subject: Subject, program: Program, settings: BeamSettings, text: _Text, format: Format
+    run: Run, subject: Subject, program: Program, settings: BeamSettings, text: ExportText, format: Format
 ) -> tuple[str, str, tuple[Comparison, ...], float]:
     """Translate by both programs.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.model import TOP, TranslationModel, exit_name
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, option, shown
+from deepspeed_nmt.errors import ConfigError, counted, option, shown
 from deepspeed_nmt.run.alignment import alignment_layer
+from deepspeed_nmt.run.arguments import check_type, check_unicode
+from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.details import cross_attention
 from deepspeed_nmt.text import Tags, TextForm, warn_of_missing_rules
@@ -68,10 +72,11 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
         )
     if weights is None:
         return
+    check_type("weights", weights, (Sequence,), "a list of numbers")
     if len(weights) != len(runs):
         raise ConfigError(
-            f"{option('weights')} must have a number for each run, but has {len(weights)} and there are {len(runs)} "
-            "runs; give as many"
+            f"{option('weights')} must have a number for each run, but has {len(weights)} for "
+            f"{counted(len(runs), 'runs')}; give as many"
         )
     if not all(isinstance(weight, (int, float)) and 0.0 < weight < math.inf for weight in weights):
         raise ConfigError(
@@ -92,8 +97,11 @@ def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
     """
     if isinstance(texts, str):
         raise ConfigError(f"{option('suppress')} must be a list of tokens, but is one string; put it into a list")
+    check_type("suppress", texts, (Iterable,), "a list of tokens as text")
     found = []
     for text in texts:
+        check_type("suppress", text, (str,), "a list of tokens as text")
+        check_unicode("suppress", text)
         number = tokenizer.number(text, "target")
         if number is None:
             tokens = tokenizer.encode_batch([text], "target")[0]
@@ -130,6 +138,22 @@ def chosen_tags(run: Run, source: str | None, target: str | None) -> Tags:
         if tag is not None:
             run.tokenizer.symbol(side, tag)
     return tags
+
+
+def chosen_search(
+    runs: Sequence[Run], changes: Mapping[str, Any], suppress: Sequence[str] | None, exits: Mapping[str, object]
+) -> SearchConfig:
+    """Return the search that a user has chosen; see :func:`~deepspeed_nmt.run.decoding.search_settings`.
+
+    Args:
+        runs: to decode with.
+        changes: settings by name; those that are None stay.
+        suppress: tokens that are never predicted, as text; None to keep those of the run.
+        exits: options that choose an exit; None if they are not given.
+    """
+    if suppress is not None:
+        changes = {**changes, "suppress_tokens": suppressed(runs[0].tokenizer, suppress)}
+    return search_settings(runs, changes, [name for name, value in exits.items() if value is not None])
 
 
 def chosen_exit(

@@ -267,14 +267,31 @@ class Pieces:
                 "`translate` did not write; move it away, or give another output"
             )
 
+    def check(self) -> None:
+        """Compare the job with the one that is recorded, if there is one, in the options that this one has.
+
+        Raises:
+            DataError: if they differ, or something else is in the way.
+        """
+        self._check_own()
+        now = self._options()
+        before = now
+        with suppress(*_NO_PIECE):
+            before = dict(parse_json((self.path / _JOB_FILE).read_bytes()))
+        self._refuse([_difference(key, before, now) for key in sorted(now)])
+
+    def _options(self) -> dict[str, Any]:
+        """Return what the translation depends on, as JSON records it."""
+        now = {**self.job.options, "lines of a piece": self.job.piece_lines}
+        return dict(json.loads(json.dumps(now, default=str)))
+
     def _check_job(self) -> None:
         """Record the job, or compare it with the one that is recorded.
 
         Raises:
             DataError: if it is another one.
         """
-        now = {**self.job.options, "lines of a piece": self.job.piece_lines}
-        now = json.loads(json.dumps(now, default=str))
+        now = self._options()
         file = self.path / _JOB_FILE
         if file.exists():
             try:
@@ -282,19 +299,18 @@ class Pieces:
             except _NO_PIECE:
                 logger.warning("%s is damaged; pieces of this translation are used, others translated again", file)
                 before = now
-            if differences := [_difference(key, before, now) for key in sorted(before.keys() | now.keys())]:
-                self._refuse([each for each in differences if each])
+            self._refuse([_difference(key, before, now) for key in sorted(before.keys() | now.keys())])
         atomic_write_bytes(file, json.dumps(now, indent=1).encode())
 
     def _refuse(self, differences: list[str]) -> None:
-        """Refuse a directory of another translation, if there are differences.
+        """Refuse a directory of another translation, if there are differences that are not empty.
 
         Raises:
             DataError: naming them.
         """
-        if differences:
+        if named := [each for each in differences if each]:
             raise DataError(
-                f"{self.path} must be of the same translation to be resumed, but {', '.join(differences[:3])}; start "
+                f"{self.path} must be of the same translation to be resumed, but {', '.join(named[:3])}; start "
                 f"with what it was begun with, or remove {self.path} to begin anew"
             )
 

@@ -18,8 +18,9 @@ from typing import Any
 from deepspeed_nmt import __version__
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import counting, logger
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError
-from deepspeed_nmt.files import atomic_writer, hidden, resolved, text_lines, text_of
+from deepspeed_nmt.files import atomic_writer, hidden, resolved, text_lines
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.parallel.launched import place, requeued
@@ -33,6 +34,7 @@ from deepspeed_nmt.search.source_lines import (
     warn_of_form,
 )
 from deepspeed_nmt.search.translate import Translation
+from deepspeed_nmt.text import text_of
 
 SILENT_S = 300.0
 """Seconds without any progress after which an idle rank takes a piece that another one has claimed."""
@@ -98,7 +100,9 @@ def translate_in_pieces(translator: Translator, file: FileToTranslate, written: 
             too long.
         OSError: if a file cannot be written; what was translated is kept.
     """
-    job = Job(_description(translator, file), file.lines, file.piece_lines)
+    models = {"the vocabulary": translator.tokenizer.digest, "the weights": translator.digests}
+    description = {**_description(file, translator.search, translator.device.type), **models}
+    job = Job(description, file.lines, file.piece_lines)
     pieces = Pieces(pieces_directory(file.target), job)
     try:
         with SharedWork.join(place()) as work:
@@ -126,15 +130,34 @@ def _is_stop(end: Interrupted | ReportedError) -> bool:
     return isinstance(end, Interrupted) or end.status == EXIT_STOPPED
 
 
-def _description(translator: Translator, file: FileToTranslate) -> dict[str, Any]:
-    """Return all that the translation depends on."""
+def check_resumable(file: FileToTranslate, search: SearchConfig, device: str) -> None:
+    """Check that what is translated of a file already is of the same translation, without the model's weights.
+
+    Args:
+        file: what to translate.
+        search: the search.
+        device: type of the device.
+
+    Raises:
+        DataError: if another translation was begun there.
+    """
+    path = pieces_directory(file.target)
+    if path.exists():
+        Pieces(path, Job(_description(file, search, device), file.lines, file.piece_lines)).check()
+
+
+def _description(file: FileToTranslate, search: SearchConfig, device: str) -> dict[str, Any]:
+    """Return all that the translation depends on, but for the models.
+
+    A setting of the search has the name of its option, and the value that decodes.
+    """
+    settings = search.model_dump(mode="json")
+    typed = {key: f"--{'search' if key == 'name' else key.replace('_', '-')}" for key in settings}
     return {
         **file.options,
         "the source text": source_digest(file.source),
-        "the vocabulary": translator.tokenizer.digest,
-        "the weights": translator.digests,
-        **{f"search.{key}": value for key, value in translator.search.model_dump(mode="json").items()},
-        "the device": translator.device.type,
+        **{typed[key] if typed[key] in file.options else f"search.{key}": settings[key] for key in settings},
+        "the device": device,
         "the version of the program": __version__,
     }
 
@@ -179,7 +202,7 @@ class _Rank:
                 self._report = _difference_of(self._work.done, advance)
                 self._translate_all()
                 self._report()
-            self._warnings.warn_of_cuts()
+            self._warnings.warn_at_end()
             self._join()
             self._work.complete()
             self._pieces.remove()

@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
 from deepspeed_nmt.search.extensions import Extensions, best_extensions, survivors
@@ -42,7 +43,7 @@ class BeamSettings(LeftToRightSettings):
 
     width_setting: ClassVar[str | None] = "beam"
     beam: int = Field(
-        default=5, ge=1, le=10_000, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
+        default=5, ge=1, le=MAX_HYPOTHESES, description="hypotheses of a sentence (beam size, K); 1: greedy decoding"
     )
     length_penalty: PenaltyName = Field(default="gnmt:0.6", description=PENALTY_NAMES)
 

@@ -27,6 +27,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import option
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
@@ -42,7 +43,7 @@ class DiverseBeamConfig(BeamSettings):
     groups: int = Field(
         default=0,
         ge=0,
-        le=10_000,
+        le=MAX_HYPOTHESES,
         description="groups of hypotheses (G), a divisor of the beam; 0: the beam",
     )
     diversity: float = Field(

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory
-from deepspeed_nmt.core.parts import Parts, SearchConfig
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES, Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.search.base import Hypothesis
@@ -32,7 +32,7 @@ class MaskPredictConfig(SearchConfig):
     width_setting: ClassVar[str | None] = "length_beam"
     name: Literal["mask_predict"] = "mask_predict"
     iterations: int = Field(default=10, ge=1, le=1000, description="rounds of prediction (T)")
-    length_beam: int = Field(default=5, ge=1, le=1000, description="lengths tried for each sentence (l)")
+    length_beam: int = Field(default=5, ge=1, le=MAX_HYPOTHESES, description="lengths tried for each sentence (l)")
     length_penalty: PenaltyName = Field(default="mean", description=PENALTY_NAMES)
 
     def contradictions(self, parts: Parts) -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.sampling import Sampling, SamplingSettings
 from deepspeed_nmt.search.utility import UtilityName, pairwise
@@ -23,7 +24,7 @@ class MinimumBayesRiskConfig(SamplingSettings):
     """Settings of minimum Bayes risk decoding."""
 
     name: Literal["mbr"] = "mbr"
-    samples: int = Field(default=32, ge=1, le=1000, description="translations drawn for each sentence")
+    samples: int = Field(default=32, ge=1, le=MAX_HYPOTHESES, description="translations drawn for each sentence")
     utility: UtilityName = Field(default="chrf", description="similarity of two translations, by sacreBLEU")
 
 

@@ -46,7 +46,9 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return "fp32"
     reason = "CPUs multiply fp16 slowly" if precision == "fp16" else packed.obstacle(precision)
     if reason is not None and precision != "fp32":
-        raise ConfigError(f"{name} must be fp32 here, because {reason}; use fp32")
+        able = ["fp32", *(each for each in ("bf16", "int8") if packed.obstacle(each) is None)]
+        choice = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
+        raise ConfigError(f"{name} must be {choice} here, because {reason}; use {choice}")
     return precision
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.model import DecodableModel
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
 from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
@@ -32,7 +33,7 @@ class SamplingSettings(LeftToRightSettings):
     """Settings of searches that sample."""
 
     width_setting: ClassVar[str | None] = "samples"
-    samples: int = Field(default=1, ge=1, le=10_000, description="translations drawn for each sentence")
+    samples: int = Field(default=1, ge=1, le=MAX_HYPOTHESES, description="translations drawn for each sentence")
     temperature: float = Field(
         default=1.0, ge=1e-3, le=1e3, description="divisor of the logits; below 1: nearer to the most probable token"
     )

@@ -14,7 +14,7 @@ from itertools import islice, zip_longest
 import torch
 
 from deepspeed_nmt.core.model import DecodableModel
-from deepspeed_nmt.errors import ConfigError, DataError
+from deepspeed_nmt.errors import ConfigError, DataError, counted
 from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
@@ -85,7 +85,8 @@ def score_lines(
 
     Raises:
         ConfigError: if numbers are out of range. All of them are reported at once, before anything is read.
-        DataError: if a translation is longer than the model can read, or a source is too long and ``strict`` is True.
+        DataError: if a translation is longer than the model can read, or ``strict`` is True and a source is too
+            long or a line was not UTF-8.
         MisalignedError: if there are more sources than translations or fewer, after all pairs.
     """
     numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "max_source_tokens": max_source_tokens}
@@ -116,11 +117,12 @@ def _score(
             if source is None or text is None:
                 more, fewer = ("translations", "sources") if source is None else ("sources", "translations")
                 problem = MisalignedError(
-                    f"sources and translations must be aligned line by line, but there are {line - 1:,} {fewer} and "
-                    f"more {more}; give texts of the same sentences"
+                    "sources and translations must be aligned line by line, but the texts have "
+                    f"{counted(line - 1, fewer)} and more {more}; give texts of the same sentences"
                 )
                 break
             sources.append((*reader.encode(source), vocabulary.source.eos))
+            reader.check_beside(text, line, "translation")
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
         longest = model.longest_target
@@ -147,6 +149,6 @@ def _score(
             advance(len(bucket))
         yield from (each for each in scored if each is not None)
         before += len(buffer)
-    reader.warn_of_cuts()
+    reader.warn_at_end()
     if problem is not None:
         raise problem

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import DataError, option
-from deepspeed_nmt.text import TextForm, looks_plain, looks_tokenised
+from deepspeed_nmt.text import DamagedLine, TextForm, looks_plain, looks_tokenised
 
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
@@ -92,6 +92,8 @@ class SourceCounts:
         cut: number of lines whose end is not translated.
         first_cut: the first of these lines, each with its number from 1 and its length in tokens.
         alone: lines longer than a batch, in the same form; they are translated in batches of their own.
+        damaged: number of lines that were not UTF-8.
+        first_damaged: number of the first of these lines, from 1; 0 without such.
     """
 
     lines: int = 0
@@ -100,6 +102,8 @@ class SourceCounts:
     cut: int = 0
     first_cut: list[tuple[int, int]] = field(default_factory=list)
     alone: list[tuple[int, int]] = field(default_factory=list)
+    damaged: int = 0
+    first_damaged: int = 0
 
 
 class SourceWarnings:
@@ -127,6 +131,8 @@ class SourceWarnings:
         """
         for line, tokens in counts.first_cut:
             self.note_cut(line, tokens)
+        if counts.damaged:
+            self.note_damaged(counts.first_damaged, counts.damaged)
         self.counts.lines += counts.lines
         self.counts.tokens += counts.tokens
         self.counts.unknown += counts.unknown
@@ -149,6 +155,22 @@ class SourceWarnings:
         if len(self.counts.first_cut) < _NAMED_LINES:
             self.counts.first_cut.append((line, tokens))
 
+    def note_damaged(self, line: int, count: int = 1) -> None:
+        """Count lines that were not UTF-8, and warn of the first.
+
+        Args:
+            line: number of the first of them.
+            count: number of them.
+        """
+        if self.counts.damaged == 0:
+            self.counts.first_damaged = line
+            logger.warning(
+                "line %s has bytes that are not UTF-8, which are read as U+FFFD; convert the text, for example by "
+                "`iconv -f LATIN1 -t UTF-8`",
+                f"{line:,}",
+            )
+        self.counts.damaged += count
+
     def warn_of_unknown(self) -> None:
         """Warn once if many tokens of the lines so far are unknown."""
         counts = self.counts
@@ -165,8 +187,15 @@ class SourceWarnings:
             100.0 * counts.unknown / counts.tokens,
         )
 
-    def warn_of_cuts(self) -> None:
-        """Warn at the end of the text if more lines than one were cut, naming the first of them."""
+    def warn_at_end(self) -> None:
+        """Warn at the end of the text if more lines than one were cut or damaged, naming the first of them."""
+        if self.counts.damaged > 1:
+            logger.warning(
+                "%s of %s lines have bytes that are not UTF-8; the first is line %s",
+                f"{self.counts.damaged:,}",
+                f"{self.counts.lines:,}",
+                f"{self.counts.first_damaged:,}",
+            )
         if self.counts.cut > 1:
             logger.warning(
                 "%s of %s lines were cut to %s tokens: lines %s%s",
@@ -217,7 +246,7 @@ class SourceLines:
         tokenizer: vocabulary of the model.
         max_source_tokens: most tokens of a line, without EOS.
         longest_source: most tokens that the model reads, with EOS; None if unlimited.
-        strict: True to refuse longer lines, False to cut them.
+        strict: True to refuse longer lines and those that were not UTF-8; False to cut them, and to read U+FFFD.
         warn: False to log nothing, for text that is translated again.
         counts: record of what there is to warn of, for a stretch of a text that is warned of as a whole; nothing is
             logged then. None to log it.
@@ -245,21 +274,24 @@ class SourceLines:
         self._warnings = SourceWarnings(self._longest, self._bound)
         self._counts = self._warnings.counts if counts is None else counts
         self._before = before
+        self._warned_beside = False
 
     def encode(self, line: str) -> list[int]:
         """Encode the next line as tokens, without EOS.
 
         Raises:
-            DataError: if it is too long, and ``strict`` is True.
+            DataError: if it is too long or was not UTF-8, and ``strict`` is True.
         """
         counts = self._counts
         counts.lines += 1
+        number = self._before + counts.lines
+        if isinstance(line, DamagedLine):
+            self._note_damaged(number)
         tokens = self._tokenizer.encode(line.rstrip("\r\n"))
         counts.tokens += len(tokens)
         counts.unknown += tokens.count(self._unk)
         if len(tokens) <= self._longest:
             return tokens
-        number = self._before + counts.lines
         if self._strict:
             raise DataError(
                 f"source lines must have {self._longest:,} tokens at most ({self._bound}), but line {number:,} "
@@ -272,6 +304,34 @@ class SourceLines:
             if len(counts.first_cut) < _NAMED_LINES:
                 counts.first_cut.append((number, len(tokens)))
         return tokens[: self._longest]
+
+    def check_beside(self, text: str, number: int, what: str) -> None:
+        """Warn of the first line beside the source that was not UTF-8, or refuse it.
+
+        Args:
+            text: the line.
+            number: its number, from 1.
+            what: it is, for messages.
+
+        Raises:
+            DataError: if it was not UTF-8, and ``strict`` is True.
+        """
+        if not isinstance(text, DamagedLine):
+            return
+        if self._strict:
+            raise _not_utf8(f"{what}s", number)
+        if self.warns and not self._warned_beside:
+            self._warned_beside = True
+            logger.warning("%s %s has bytes that are not UTF-8, which are read as U+FFFD", what, f"{number:,}")
+
+    def _note_damaged(self, number: int) -> None:
+        if self._strict:
+            raise _not_utf8("source lines", number)
+        if self.warns:
+            self._warnings.note_damaged(number)
+        else:
+            self._counts.first_damaged = self._counts.first_damaged or number
+            self._counts.damaged += 1
 
     def note_batch(self, line: int, tokens: int, max_tokens: int) -> None:
         """Note a line that is longer than a batch.
@@ -291,7 +351,14 @@ class SourceLines:
         if self.warns:
             self._warnings.warn_of_unknown()
 
-    def warn_of_cuts(self) -> None:
-        """Warn at the end of the text if more lines than one were cut, naming the first of them."""
+    def warn_at_end(self) -> None:
+        """Warn at the end of the text if more lines than one were cut or damaged, naming the first of them."""
         if self.warns:
-            self._warnings.warn_of_cuts()
+            self._warnings.warn_at_end()
+
+
+def _not_utf8(lines: str, number: int) -> DataError:
+    return DataError(
+        f"{lines} must be UTF-8, but line {number:,} is not; convert the text, for example by `iconv -f LATIN1 -t "
+        f"UTF-8`, or leave out {option('strict')} to read U+FFFD in place of what is not UTF-8"
+    )

@@ -122,6 +122,7 @@ def translate_lines(
         of_nothing=wanted.of_nothing,
         device=torch.device(device),
         nbest=nbest,
+        width=config.width,
         lock=nullcontext() if lock is None else lock,
         tags=inputs.tags,
     )
@@ -174,6 +175,7 @@ class _Job:
     of_nothing: Details
     device: torch.device
     nbest: int
+    width: int
     lock: AbstractContextManager[object]
     tags: Tags
 
@@ -239,7 +241,7 @@ def _translate(
         for number, length in zip(filled, lengths, strict=True):
             if length > max_tokens:
                 reader.note_batch(before + number + 1, length, max_tokens)
-        for bucket in length_buckets(lengths, max_tokens):
+        for bucket in length_buckets(lengths, max_tokens, job.width):
             numbers = [filled[place] for place in bucket]
             found = job.translate(
                 [buffer[number][0] for number in numbers],
@@ -251,6 +253,6 @@ def _translate(
             advance(len(numbers))
         yield from translations
         before += len(buffer)
-    reader.warn_of_cuts()
+    reader.warn_at_end()
     if requested.problem is not None:
         raise requested.problem

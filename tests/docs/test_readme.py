@@ -219,11 +219,14 @@ def options(name: str) -> dict[str, set[str]]:
 
 
 def test_every_option_is_documented() -> None:
-    """The section of a command in docs/commands.md names exactly its options."""
+    """docs/commands.md has a table of all commands, and the section of a command names exactly its options."""
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## `([a-z -]+)`\n(.*?)(?=^## |\Z)", page, flags=re.M | re.S)
     named = {name: set(re.findall(r"--[a-z][a-z-]*", prose(text))) for name, text in sections}
-    assert named == {kind: found for name in cli.COMMANDS for kind, found in options(name).items()}
+    known = {kind: found for name in cli.COMMANDS for kind, found in options(name).items()}
+    assert named == known
+    rows = re.findall(r"^\| \[`([a-z -]+)`\]\(#([a-z-]+)\) \|", page, flags=re.M)
+    assert sorted(rows) == sorted((name, name.replace(" ", "-")) for name in known), "the table of commands"
 
 
 def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

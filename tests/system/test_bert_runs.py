@@ -98,6 +98,10 @@ def test_a_recipe_is_trained_resumed_translated_and_scored(
     assert main([*words, *wrong]) == 2
     said = capsys.readouterr().err
     assert f"{wrong[0]} is no option of search.name=" in said and "which decodes here; leave it out\n" in said
+    assert main(["export", "--run", str(run), "--format", "huggingface", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    what = "translate from left to right" if recipe.startswith("abnet") else "be a plain Transformer"
+    assert f"must {what} to be exported" in said and "/checkpoints/" not in said, "the weights are not loaded"
 
 
 @pytest.mark.parametrize(

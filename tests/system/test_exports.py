@@ -200,6 +200,8 @@ REFUSED = [
     ),
     (["--runtime", "ctranslate2", "--encoder-layers", "1"], "needs both --encoder-layers and --decoder-layers"),
     (["--runtime", "ctranslate2", "--nbest", "9"], "--nbest must be at most --beam, which is 5, but is 9"),
+    (["--runtime", "ctranslate2", "--nbest", "9", "--beam", "3"], "--nbest must be at most --beam, which is 3, but"),
+    (["--runtime", "ctranslate2", "--beam", "1001"], "--beam must be less than or equal to 1000, but is 1001"),
     (["--runtime", "ctranslate2", "--beam", "0"], "--beam must be greater than or equal to 1, but is 0"),
     (["--runtime", "ctranslate2", "--length-penalty", "x"], "--length-penalty must be gnmt:A"),
 ]
@@ -212,7 +214,7 @@ def test_options_that_ctranslate2_does_not_have_are_refused(
     for options, message in REFUSED:
         assert translate(run, data.parent / "text" / "test.en", tmp_path / "output", *options) == 2, options
         assert message in capsys.readouterr().err
-    assert not (tmp_path / "output").exists()
+    assert not (tmp_path / "output").exists() and not (run / "exports").exists(), "nothing is exported"
 
 
 def test_bad_exports_are_refused(
@@ -261,8 +263,11 @@ def test_a_recurrent_run_is_refused_with_the_reason(
     settings += ["model.decoder_layers=1", "training.max_updates=1", "batch.update_tokens=200", "engine.device=cpu"]
     settings += ["validation.metrics=[]", "collapse.every=0"]
     assert main(["train", "--data", str(data), "--run", str(tmp_path / "run"), *settings]) == 0
+    capsys.readouterr()
     assert export(tmp_path / "run", tmp_path / "out") == 2
-    assert "its encoder adds the embedded tokens to the state again before layer 2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "its encoder adds the embedded tokens to the state again before layer 2" in said
+    assert "/checkpoints/" not in said, "the weights are not loaded"
     assert not (tmp_path / "out").exists()
     assert export(tmp_path / "run", tmp_path / "out", "--exit", "1-1", "--checkpoint", "last") in (0, 1)
     assert json.loads((tmp_path / "out" / "deepspeed_nmt.json").read_text())["model"]["exit"] == "1-1"

@@ -340,7 +340,7 @@ def test_translate_tells_what_is_wrong_with_its_input(
     assert kept == ["before"] and "20 tokens at most (--max-source-tokens), but line 2 has " in said
     assert "sentences in" not in said, "nothing was translated"
     assert translated("\n".join(lines), "--strict")[0] == whole_lines
-    assert "--max-source-tokens must be at least 1, but is 0" in translated("a", "--max-source-tokens=0", status=2)[1]
+    assert "--max-source-tokens must be a whole number of" in translated("a", "--max-source-tokens=0", status=2)[1]
     _, said = translated("これは日本語の文です。\n猫が寝ている。\n")
     assert "tokens up to line 2 (" in said and "unknown to the vocabulary" in said
 

@@ -13,8 +13,10 @@ import pytest
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.commands import translate_pieces
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
+from deepspeed_nmt.run.pieces import Pieces
 from tests.system.conftest import SMALL
 
 
@@ -141,6 +143,27 @@ def test_pairs_are_scored_at_every_exit(
     assert "--source and --target must be aligned line by line, but have 10 and 1 lines" in capsys.readouterr().err
 
 
+def test_workers_do_not_start_on_another_translation(
+    run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Pieces, "remove", lambda self: None)
+        translate(run, source, out, "--max-tokens", "8", "--device", "cpu")
+    started: list[object] = []
+    monkeypatch.setattr(translate_pieces, "run_workers", lambda *arguments: len(started.append(arguments) or ""))
+    translate(run, source, out, "--max-tokens", "8", "--workers", "2")
+    assert len(started) == 1, "the same translation"
+    command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
+    for options, message in (
+        (["--max-tokens", "8", "--beam", "3"], "to be resumed, but --beam was 2 and is 3; start with"),
+        (["--max-tokens", "8", "--temperature", "2"], "--temperature is no option of search.name=beam"),
+    ):
+        assert main([*command, "--workers", "2", *options]) == 2
+        assert message in capsys.readouterr().err
+    assert len(started) == 1
+
+
 def test_ensembles_have_weights(run: Path, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     alone = translate(run, source, out)
@@ -180,6 +203,8 @@ def test_a_prefix_of_another_length_loses_nothing(
         ),
         (["--search", "beam", "--constraints", "F"], "--search decodes by the search beam, --constraints by"),
         (["--search", "mask_predict"], "search.name=mask_predict decodes models that guess masked tokens, but"),
+        (["--search", "bean"], "--search must be a known search, but is 'bean'; did you mean 'beam'?"),
+        (["--precision", "fp16", "--device", "cpu"], "--precision must be fp32, "),
         (["--temperature", "2"], "use search sampling or mbr, or leave it out"),
         (
             ["--min-length", "5", "--max-length", "4"],
@@ -187,7 +212,7 @@ def test_a_prefix_of_another_length_loses_nothing(
         ),
         (["--search", "diverse_beam", "--groups", "3"], "--beam must be a multiple of --groups, but is 2 and"),
         (["--weights", "1,x"], "--weights must be numbers, separated by commas, but is 1,x"),
-        (["--weights", "1,2"], "--weights must have a number for each run, but has 2 and there are 1 runs"),
+        (["--weights", "1,2"], "--weights must have a number for each run, but has 2 for 1 run; give"),
         (["--weights", "0"], "--weights must be positive numbers, but are [0.0]"),
         (["--suppress", "no such"], "--suppress must be tokens of the target's vocabulary, but 'no such' is none"),
         (["--alignment-layer", "2"], "--alignment-layer is for --alignment, which is missing; give both"),

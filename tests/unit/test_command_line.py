@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,97 @@ def test_words_that_are_refused(word: str, message: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as end:
         main(["train", "--data", "none", "--run", "none", word])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["translate", "--beam", "1e3"],
+            "--beam must be a whole number, but is '1e3' (see `deepspeed-nmt trans",
+        ),
+        (["translate", "--alpha", "x"], "--alpha must be a number, but is 'x' (see"),
+        (["score-pairs", "--all-exits", "--exit", "1-1"], "--exit and --all-exits exclude one another; give one of"),
+        (
+            ["average", "--last", "2"],
+            "the following arguments are required: --run (see `deepspeed-nmt aver",
+        ),
+    ],
+)
+def test_a_mistake_in_an_argument_is_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"error: {message}" in said and said.count("\n") == 1
+
+
+TRANSLATE = ["translate", "--run", "none", "--input", __file__]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([*TRANSLATE, "--output", "/proc/x"], "--output must be a writable file, but /proc/x cannot be written ("),
+        ([*TRANSLATE, "--output", "loop"], "--output must be a writable file, but loop cannot be written ("),
+        ([*TRANSLATE, "--output", "o", "--alignment", "/proc/x"], "--alignment must be a writable file, but /proc/x"),
+        ([*TRANSLATE, "--output", "o", "--alignment", "./o"], "--alignment must be another file than --output, but"),
+        ([*TRANSLATE, "--output", "o", "--nbest", "0"], "--nbest must be a whole number of at least 1, but is 0"),
+        (
+            [*TRANSLATE, "--output", "o", "--max-tokens", "0"],
+            "--max-tokens must be a whole number of at least 1, but",
+        ),
+        (
+            ["score-pairs", "--run", "none", "--source", __file__, "--target", __file__, "--max-tokens", "0"],
+            "--max-tokens must be a whole number of at least 1, but is 0",
+        ),
+        (
+            ["score-pairs", "--run", "none", "--source", __file__, "--target", __file__, "--output", "/proc/x"],
+            "--output must be a writable file, but /proc/x cannot be written (",
+        ),
+    ],
+)
+def test_options_are_checked_before_the_run_is_opened(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert main(words) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            [*TRANSLATE, "--output", "-", "--runtime", "ctranslate2"],
+            "--runtime ctranslate2 needs the package c",
+        ),
+        (
+            ["export", "--run", "none", "--out", "o", "--format", "ctranslate2"],
+            "--format ctranslate2 needs the pack",
+        ),
+        (
+            ["export", "--run", "none", "--out", "o", "--format", "huggingface"],
+            "--format huggingface needs the pack",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("ctranslate2", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"error: {message}" in said and "which is not installed; install it (pip install '" in said
 
 
 @pytest.mark.parametrize(

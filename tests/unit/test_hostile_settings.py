@@ -53,6 +53,9 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),
         ("model.name=" + LONG, "model.name must be a known model, but is 'nnnn"),
         ("engine.kernels=" + LONG, "engine.kernels: it must be auto, "),
+        ("search.beam=1001", "search.beam must be less than or equal to 1000, but is 1001"),
+        ("search={name: diverse_beam, groups: 1001}", "search.groups must be less than or equal to 1000, but is"),
+        ("search={name: sampling, samples: 1001}", "search.samples must be less than or equal to 1000, but is 1001"),
         ("search.length_penalty=x", "search.length_penalty must be gnmt:A or power:A with A from 0 to 10, mean, or "
          "none, but is 'x'; the usual one is gnmt:0.6"),
     ],

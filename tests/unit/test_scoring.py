@@ -128,9 +128,9 @@ def test_scores_are_summed_with_the_eos() -> None:
 
 def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain(1)
-    with pytest.raises(DataError, match="but there are 1 sources and more translations; give texts of the same"):
+    with pytest.raises(DataError, match="but the texts have 1 source and more translations; give texts of the same"):
         list(score_lines(model, Letters(), ["a"], ["a", "b"]))
-    with pytest.raises(DataError, match="but there are 1 translations and more sources"):
+    with pytest.raises(DataError, match="but the texts have 1 translation and more sources"):
         list(score_lines(model, Letters(), ["a", "b"], ["a"]))
     with pytest.raises(ConfigError, match="`max_tokens` must be a whole number of at least 1, but is 0"):
         score_lines(model, Letters(), [], [], max_tokens=0)

@@ -19,7 +19,7 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.source_lines import warn_of_form
 from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import TextForm, text_of
 
 
 class Letters:
@@ -191,6 +191,25 @@ def test_strict_refuses_a_long_line_when_it_is_read(model: TranslationModel) -> 
         next(found)
 
 
+NOT_UTF8 = [text_of(line) for line in (b"ab\n", b"c\xe9\n", "c\ufffd\n".encode(), b"d\xff\xfe", b"\x80")]
+
+
+def test_lines_that_are_not_utf8_are_counted(model: TranslationModel, warnings: list[str]) -> None:
+    list(translate_lines(model, Alphabet(), NOT_UTF8[:3], CONFIG, buffer_lines=2))
+    first = "has bytes that are not UTF-8, which are read as U+FFFD; convert the text, for example by `iconv"
+    of_bytes = [each for each in warnings if "UTF-8" in each]
+    assert len(of_bytes) == 1 and of_bytes[0].startswith(f"line 2 {first}"), "U+FFFD in the text is no damage"
+    warnings.clear()
+    list(translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=2))
+    of_bytes = [each for each in warnings if "UTF-8" in each]
+    assert of_bytes[0].startswith("line 2 ")
+    assert of_bytes[1:] == ["3 of 5 lines have bytes that are not UTF-8; the first is line 2"]
+    found = translate_lines(model, Alphabet(), NOT_UTF8, CONFIG, buffer_lines=1, strict=True)
+    next(found)
+    with pytest.raises(DataError, match="source lines must be UTF-8, but line 2 is not; convert the text"):
+        next(found)
+
+
 def test_many_unknown_tokens_are_told_once(model: TranslationModel, warnings: list[str]) -> None:
     rare = ["abcdefghijklmnopqrstu", "猫", "abcdefghijklmnopqrstu", "a"]
     list(translate_lines(model, Alphabet(), rare, CONFIG))
@@ -287,6 +306,17 @@ def test_length_buckets_hold_every_sentence_once() -> None:
     assert list(length_buckets([], 12)) == []
 
 
+def test_a_batch_of_many_hypotheses_has_fewer_sentences(
+    model: TranslationModel, shapes: list[tuple[int, int]]
+) -> None:
+    lengths = [2, 30, 2, 10]
+    assert list(length_buckets(lengths, 40, 5)) == [[1], [3, 0, 2]]
+    assert list(length_buckets(lengths, 40, 20)) == [[1], [3, 0], [2]]
+    assert list(length_buckets(lengths, 40, 1000)) == [[1], [3], [0], [2]]
+    list(translate_lines(model, Letters(), ["a"] * 20, BeamConfig(beam=10), max_tokens=80))
+    assert [rows for rows, _ in shapes] == [8, 8, 4]
+
+
 def test_progress_is_reported_while_a_buffer_is_translated(
     model: TranslationModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,3 +334,7 @@ def test_progress_is_reported_while_a_buffer_is_translated(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(reported) + 1 and "translate: 2 of 11 sentences, " in said[0]
     assert "translate: 11 sentences in " in said[-1]
+    with counting("translate", "sentences") as advance:
+        advance(1)
+    said = capsys.readouterr().err.splitlines()
+    assert "translate: 1 sentence, " in said[0] and "translate: 1 sentence in " in said[1]

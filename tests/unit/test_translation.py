@@ -28,7 +28,8 @@ from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import pieces as on_disk
 from deepspeed_nmt.run import translation
 from deepspeed_nmt.run.opening import Opened
-from deepspeed_nmt.run.translation import FileToTranslate, translate_in_pieces
+from deepspeed_nmt.run.pieces import Pieces
+from deepspeed_nmt.run.translation import FileToTranslate, check_resumable, translate_in_pieces
 from deepspeed_nmt.search.beam import BeamConfig
 
 LONG, UNKNOWN = "abcdefghijkl", "?????"
@@ -187,6 +188,38 @@ def test_warnings_are_those_of_the_whole_text(
     caplog.clear()
     assert translate(translator, source, nbest=1) == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == at_once
+
+
+def test_lines_of_pieces_that_are_not_utf8_are_counted(
+    translator: Translator, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = source.read_bytes().splitlines(keepends=True)
+    for number in (6, 7, 20):
+        lines[number] = b"b\xe9b\n"
+    source.write_bytes(b"".join(lines))
+    assert translate(translator, source) == 0
+    found = [record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage()]
+    assert len(found) == 2 and found[0].startswith("line 7 has bytes that are not UTF-8")
+    assert found[1] == "3 of 25 lines have bytes that are not UTF-8; the first is line 7"
+    with pytest.raises(DataError, match="source lines must be UTF-8, but line 7 is not"):
+        translate(translator, source, strict=True, max_source_tokens=100)
+
+
+def test_another_translation_is_refused_without_the_weights(
+    translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"--beam": None, "--samples": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(Pieces, "remove", lambda self: None)
+        assert translate(translator, source, options=options) == 0
+    with open_text(source) as stream:
+        file = FileToTranslate(
+            stream, "source", source.with_name("target"), len(LINES), 4, max_tokens=8, options=options
+        )
+        check_resumable(file, translator.search, "cpu")
+        other = translator.search.model_copy(update={"beam": 5})
+        with pytest.raises(DataError, match="to be resumed, but --beam was 2 and is 5; start"):
+            check_resumable(file, other, "cpu")
 
 
 def test_strict_refuses_before_anything_is_translated(translator: Translator, source: Path) -> None:

@@ -18,6 +18,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import Candidate
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.run.opening import suppressed
 from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.ensemble import Ensemble
@@ -205,9 +206,25 @@ def test_threads_translate_as_one(name: str) -> None:
         (BeamConfig(), {"prefix": "a"}, "`prefix` must be a list of sentences, but is one string"),
         (BeamConfig(), {"prefix": [3]}, "`prefix` must be a list of strings, but is 3"),
         (config("constrained_beam"), {"constraints": ["a b"]}, "list of phrases for each sentence, but has 'a b'"),
+        (config("constrained_beam"), {"constraints": 3}, "`constraints` must be a list with a list of phrases"),
+        (config("constrained_beam"), {"constraints": [["\udcff"]]}, "`constraints` must be Unicode text, but has"),
+        (BeamConfig(), {"prefix": ["\udcff"]}, "`prefix` must be Unicode text, but has a lone surrogate in '.udcff'"),
+        (BeamConfig(), {"sentences": ["a\udcff"]}, "`sentences` must be Unicode text, but has a lone surrogate"),
+        (BeamConfig(), {"first_line": -1}, "`first_line` must be from 0 to 4,6.*, but is -1"),
+        (BeamConfig(), {"first_line": 2**70}, "`first_line` must be from 0 to 4,6.*, but is 11"),
+        (BeamConfig(), {"first_line": "1"}, "`first_line` must be a whole number, but is '1'"),
+        (BeamConfig(), {"strict": "x"}, "`strict` must be True or False, but is 'x'"),
         (config("sampling"), {"nbest": 2}, "`nbest` must be at most `samples`, which is 1, but is 2"),
     ],
 )
 def test_what_excludes_one_another_is_refused(search: SearchConfig, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(opened(search).stream(["a"], **options))
+        list(opened(search).stream(**{"sentences": ["a"], **options}))
+
+
+def test_tokens_and_weights_of_another_type_are_refused() -> None:
+    for suppress, shown in (([3], "3"), (3, "3"), ([None], "None")):
+        with pytest.raises(ConfigError, match=f"`suppress` must be a list of tokens as text, but is {shown}"):
+            suppressed(Letters(), suppress)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`suppress` must be Unicode text, but has a lone surrogate"):
+        suppressed(Letters(), ["\udcff"])  # type: ignore[arg-type]
