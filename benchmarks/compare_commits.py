@@ -238,7 +238,9 @@ def hash_files(directory: Path) -> dict[str, str]:
     """Hash the files of a data directory; of meta.json, return all values but the version."""
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
     meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-    del found["meta.json"], meta["version"]
+    for name in ("meta.json", "meta.json.sha256"):
+        found.pop(name, None)
+    del meta["version"]
     return found | {f"meta.json: {key}": json.dumps(value) for key, value in meta.items()}
 
 
