@@ -78,5 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     output(certificate.table())
     if certificate.passed:
         return 0
-    logger.error("%s is not what it must be; its certificate is not passed", arguments.out)
+    logger.error(
+        "error: %s must translate as the run does, but its certificate is not passed; the reasons are above",
+        arguments.out,
+    )
     return 1
