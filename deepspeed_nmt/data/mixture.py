@@ -11,6 +11,7 @@ each corpus goes on where it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -228,11 +229,12 @@ class MixturePlan(Plan):
         self.shares = Shares(phase, update_tokens)
         self.shares.check(max_updates)
         self._total = sum(stream.tokens for stream in phase.streams)
-        longest = max(stream.mean for stream in phase.streams)
-        if update_tokens < longest:
+        # The numbers of sentences in a window are rounded down, by one of each corpus at most.
+        least = (1 + len(phase.streams)) * max(stream.mean for stream in phase.streams)
+        if update_tokens < least:
             raise ConfigError(
-                f"batch.update_tokens must be at least the mean length of the sentences of each --data, "
-                f"{longest:.0f}, but is {update_tokens}; raise it"
+                f"batch.update_tokens must hold a sentence of each --data and another, that is, be at least "
+                f"{math.ceil(least)}, but is {update_tokens}; raise it"
             )
 
     def updates_in(self, epoch: int) -> int:

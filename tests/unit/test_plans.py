@@ -208,8 +208,8 @@ def test_an_update_without_a_corpus_is_refused() -> None:
         mixture([(Weight(value=1.0, last=100),), (Weight(value=1.0, first=200),)])
     with pytest.raises(ConfigError, match=r"from update 101 on no --data has a weight"):
         mixture([(Weight(value=1.0, last=100),)])
-    with pytest.raises(ConfigError, match="update_tokens must be at least the mean length"):
-        mixture([ALWAYS, ALWAYS], tokens=20)
+    with pytest.raises(ConfigError, match="update_tokens must hold a sentence of each --data and another"):
+        mixture([ALWAYS, ALWAYS], tokens=60)
 
 
 @pytest.mark.parametrize(
@@ -256,3 +256,18 @@ def test_an_existing_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_bad_data_options_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataOption.parse(text)
+
+
+def test_every_update_of_a_mixture_has_a_sentence() -> None:
+    """Updates as small as they may be, from corpora of very different sizes and shares."""
+    sizes, means = (300, 7, 40, 2000), (20.0, 30.0, 12.0, 25.0)
+    parts = [CorpusPart(str(i), (LengthsOnly(*lengths(sizes[i], i, means[i])),), key=i) for i in range(4)]
+    weights = (0.3, 5.0, 0.01, 1.0)
+    streams = tuple(
+        Stream(corpus=part.name, pairs=len(part), tokens=part.mean_target_tokens, weights=(Weight(value=weight),))
+        for part, weight in zip(parts, weights, strict=True)
+    )
+    least = int(5 * max(stream.mean for stream in streams)) + 1
+    plan = MixturePlan(Corpora(parts), 1, least, Phase(first=1, temperature=0.0, streams=streams), 1000)
+    for number in range(1, 1000):
+        assert len(rows_of(plan, number))
