@@ -41,8 +41,8 @@ def train(session: Session, progress: Progress) -> Progress | None:
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
     if _stop_requested(session.stop, world):  # requested during set-up
         return progress
-    plan, corpora = session.loader.plan, [part.name for part in session.loader.corpora.parts]
-    window = Window(session.workload, corpora)
+    plan, corpora = session.loader.plan, session.loader.corpora.parts
+    window = Window(session.workload, [corpus.name for corpus in corpora])
     spikes = SpikeWatch(config.spike_factor)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
@@ -82,7 +82,9 @@ def train(session: Session, progress: Progress) -> Progress | None:
                 }
                 if len(corpora) > 1:
                     epochs = plan.epochs(Cursor(progress.epoch, progress.epoch_update), progress.update + 1)
-                    values |= {f"data/{name}/epochs": each for name, each in zip(corpora, epochs, strict=True)}
+                    for corpus, count in zip(corpora, epochs, strict=True):
+                        values[f"data/{corpus.name}/epochs"] = count
+                        values[f"data/{corpus.name}/target_tokens"] = count * corpus.mean_target_tokens
                 session.metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
             if session.monitor.due(progress.update):
                 progress, fatal = _measure_collapse(session, progress)

@@ -5,8 +5,9 @@ Tags:
 - ``train/loss``: the objective, per target token (nats), with the weights of pairs.
 - ``train/nll``, ``train/ppl``: negative log-likelihood per target token (nats), and its exponential, without weights.
 - ``train/divergence``, ``train/ald``, ...: further sums of the objective, without their factors, per target token.
-- ``train/CORPUS/nll``, ``data/CORPUS/share``, ``data/CORPUS/epochs``: of several corpora, the negative log-likelihood
-  per target token of each, its share of the target tokens, and its epochs since the run began.
+- ``train/CORPUS/nll``, ``data/CORPUS/share``: of several corpora, the negative log-likelihood per target token of
+  each, and its share of the target tokens.
+- ``data/CORPUS/epochs``, ``data/CORPUS/target_tokens``: what the run has read of each since it began.
 - ``train/grad_norm``: norm of the gradient before clipping.
 - ``train/lr``, ``train/loss_scale``: of the last update.
 - ``train/skipped``, ``train/spikes``: number of such updates since the last start.
