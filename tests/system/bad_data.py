@@ -14,7 +14,7 @@ import torch
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
-from deepspeed_nmt.core.objective import LossOutput
+from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.data.mixture import MixtureConfig
 from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.data.training import TrainingData
@@ -39,12 +39,12 @@ def bad_loss(data: Path, updates: set[int]) -> object:
 
     def call(
         self: LabelSmoothed, model: TranslationModel, passes: object, batch: Batch, divergence: float
-    ) -> LossOutput:
+    ) -> LikelihoodOutput:
         output = _original(self, model, passes, batch, divergence)  # type: ignore[arg-type]
         ids = set(batch.sentence_ids_B.tolist())
         if not model.training or not any(ids <= sentences for sentences in bad):
             return output
-        return LossOutput(output.loss * torch.nan, output.nll, output.metrics)
+        return output._replace(loss=output.loss * torch.nan)
 
     return call
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -265,16 +264,6 @@ def test_a_corpus_changed_in_place(
 def test_the_run_is_a_file(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").write_text("")
     assert "--run must be a directory, but" in refused(train_words(data, tmp_path / "run"), capsys)
-
-
-def test_compressed_text_is_recognised(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = data.parent / "text"
-    packed = tmp_path / "train.en.gz"
-    packed.write_bytes(gzip.compress((text / "train.en").read_bytes()))
-    sides = ["--train-target", str(text / "train.de"), "--valid-source", str(text / "valid.en")]
-    sides += ["--valid-target", str(text / "valid.de"), "--out", str(tmp_path / "out")]
-    error = refused(["prepare", "--train-source", str(packed), *sides], capsys)
-    assert f"is compressed with gzip; run `gunzip -k {packed}` first" in error
 
 
 def test_an_empty_validation_set(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
