@@ -38,6 +38,7 @@ from deepspeed_nmt.run.export_text import ExportRequest as ExportRequest
 from deepspeed_nmt.run.export_text import ExportText, export_text
 from deepspeed_nmt.search.beam import BeamConfig
 from deepspeed_nmt.search.beam import BeamSettings as RunBeamSettings
+from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 BEAMS = (1, 5)
 """Beam sizes of a certificate."""
@@ -267,15 +268,18 @@ def _comparison(
         pair = own[number].tokens, other[number].tokens
         limit = settings.limit(len(sources[number]) + 1, subject.longest)
         margin, kind = smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
-        at_limit = any(len(tokens) + 1 >= limit for tokens in pair)
+        if any(len(tokens) + 1 >= limit for tokens in pair):
+            margin, kind = 0.0, "hypotheses at the length limit"
+        elif settings.beam > 1 and _left_out(own[number], other[number], settings):
+            margin, kind = 0.0, "hypotheses left out by the program's own length penalty"
         differences.append(
             Difference(
                 line=number + 1,
                 here=texts[0][number],
                 there=texts[1][number],
                 margin=margin,
-                kind="hypotheses at the length limit" if at_limit else kind,
-                explained=at_limit or margin <= tolerance,
+                kind=kind,
+                explained=margin <= tolerance,
             )
         )
     return Comparison(
@@ -290,6 +294,16 @@ def _comparison(
         seconds_here=seconds[0],
         seconds_there=seconds[1],
     )
+
+
+def _left_out(own: Found, other: Found, settings: BeamSettings) -> bool:
+    """Return True if a program that ranks its K finished hypotheses by the power of the length prefers the other one.
+
+    CTranslate2 knows no other penalty. It keeps the best K by its own, of which the best by the run's is taken.
+    """
+    penalty = LengthPenalty.parse(settings.length_penalty)
+    scores = [each.log_prob / (len(each.tokens) + 1) ** penalty.exponent for each in (own, other)]
+    return penalty.family != "power" and scores[0] < scores[1]
 
 
 def _gaps(pairs: Sequence[tuple[float, float]], same: Sequence[bool]) -> list[float]:
