@@ -276,7 +276,7 @@ def test_a_tuned_pair_chooses_what_translate_writes_with_it(
 
 
 def test_both_exits_score_the_candidates_as_the_search_did(data: Path, grown: Path, tmp_path: Path) -> None:
-    sources = (data.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:5]
+    sources = (data.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:10]
     translator = Translator.open(grown, checkpoint="last", device="cpu")
     for exit in ("deep", "shallow"):
         scorer = Translator.open(grown, checkpoint="last", device="cpu", exit=exit)
@@ -446,7 +446,8 @@ def test_a_model_of_many_exits_translates_at_each(
     found = json.loads(captured.out)
     assert [(d["encoder"], d["decoder"]) for d in found["depths"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert sum(found["oracle"]["sentences"].values()) == 20 and found["cheapest"]
-    assert found["oracle"]["bleu"] >= max(d["bleu"] for d in found["depths"]) - 1e-9
+    # The oracle chooses by the BLEU of sentences, of which the BLEU of the text is no sum.
+    assert found["oracle"]["bleu"] >= 0.9 * max(d["bleu"] for d in found["depths"])
     assert "<svg" in picture.read_text(encoding="utf-8")
     assert main([*report, "--max-loss", "100"]) == 0
     assert "Pareto front: " in capsys.readouterr().out
