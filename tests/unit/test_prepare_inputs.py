@@ -271,9 +271,7 @@ def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) ->
         Corpus(texts["out"], "train")
 
 
-def test_scores_stay_with_their_pairs(
-    texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reading, stages):
         monkeypatch.setattr(module, "PIECE_BYTES", 700)
     monkeypatch.setattr(worker_pool, "ALONE_BYTES", 2000)

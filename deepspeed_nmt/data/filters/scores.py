@@ -1,4 +1,4 @@
-"""Filter of pairs by a score that came with them, such as the likelihood that a translation model gives to the target.
+"""Filter of pairs by a score that came with them, such as the likelihood of the target under a translation model.
 
 The scores are made elsewhere, because a model is no part of `prepare`: `score-pairs` computes them.
 """
@@ -26,7 +26,9 @@ class ScoreConfig(FilterConfig):
     @classmethod
     def _has_bound(cls, given: Any) -> Any:
         if given == {}:
-            raise ValueError("must have the smallest score of a pair to keep, but has none; give it, for example score=-3")
+            raise ValueError(
+                "must have the smallest score of a pair to keep, but has none; give it, for example score=-3"
+            )
         return given
 
     @override

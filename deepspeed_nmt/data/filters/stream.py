@@ -34,9 +34,7 @@ class PairStream:
         self._repetitions = Repetitions(self._filters.remembering)
         self.removals = Removals()
 
-    def keep(
-        self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None
-    ) -> npt.NDArray[np.bool_]:
+    def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:
         """Judge the next batch of pairs (source, target).
 
         Args:
