@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Entry, Registry, problem_of
 from deepspeed_nmt.text import TextForm
 
-FILTERS: Registry[Callable[[str, str], Any]] = Registry(
+FILTERS: Registry[Callable[..., Any]] = Registry(
     "filter",
     [
         Entry("html", markup.HtmlConfig, markup.html),

@@ -50,7 +50,8 @@ class PairStream:
         if scores is None and (names := self._filters.reading_scores):
             raise ConfigError(f"the filter {names[0]} needs a score of each pair; give scores")
         keep = np.zeros(len(pairs), dtype=np.bool_)
-        for number, (pair, score) in enumerate(zip(pairs, scores or [None] * len(pairs), strict=True)):
+        given: Sequence[float | None] = [None] * len(pairs) if scores is None else scores
+        for number, (pair, score) in enumerate(zip(pairs, given, strict=True)):
             if fault := self._filters.fault(*pair, score):
                 self.removals.add(fault, *pair)
             else:
