@@ -119,6 +119,19 @@ list_gpus() {
     nvidia-smi --query-gpu=compute_cap,driver_version --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+, *[0-9]' || true
 }
 
+# Set $where, options of DeepSpeed's launcher for $ranks GPUs, and $ranks to fewer if CUDA_VISIBLE_DEVICES has fewer.
+# shellcheck disable=SC2034 # the caller uses $where
+take_gpus() {
+    where=(--num_gpus "$ranks")
+    [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || return 0
+    # With --num_gpus, DeepSpeed ignores CUDA_VISIBLE_DEVICES and starts at GPU 0.
+    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers of GPUs such as 0,1, but is $CUDA_VISIBLE_DEVICES; use numbers" ;; esac
+    local visible
+    visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
+    ranks="$(wc -l <<<"$visible")"
+    where=(--include "localhost:$(paste -sd, - <<<"$visible")")
+}
+
 # Print the name of the lock for this machine: cuda, v100 (a GPU or driver too old for CUDA 13), or cpu.
 choose_lock() {
     list_gpus | awk -F'[., ]+' '

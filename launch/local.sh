@@ -46,12 +46,6 @@ if [ "$gpus" = 0 ]; then
 fi
 ranks="${ranks:-$gpus}"
 where=(--num_gpus "$ranks")
-if [ "$gpus" != 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    # With --num_gpus, DeepSpeed ignores CUDA_VISIBLE_DEVICES and starts at GPU 0.
-    case "$CUDA_VISIBLE_DEVICES" in *[!0-9,]*) die "CUDA_VISIBLE_DEVICES must be numbers of GPUs such as 0,1, but is $CUDA_VISIBLE_DEVICES; use numbers" ;; esac
-    visible="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | head -n "$ranks")"
-    ranks="$(wc -l <<<"$visible")"
-    where=(--include "localhost:$(paste -sd, - <<<"$visible")")
-fi
+[ "$gpus" = 0 ] || take_gpus
 say "$ranks ranks on $([ "$gpus" = 0 ] && echo CPU || echo GPU)"
 run_ranks deepspeed "${where[@]}" --master_port "$(free_port)" --module deepspeed_nmt train "$@" ${settings[@]+"${settings[@]}"}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 FILTER_NAMES = (
     *("html", "url", "long_words", "letters", "copy", "digits", "punctuation", "repetition", "script", "language"),
-    "near_duplicates",
+    *("score", "near_duplicates"),
 )
 """Names of :data:`deepspeed_nmt.data.filters.FILTERS`, which is not imported for the help."""
 UNICODE_NAMES = ("drop_control", "drop_zero_width", "drop_bidi", "nfc")

@@ -9,7 +9,7 @@ _NAMES = {"train": "training set", "valid": "validation set", "test": "test set"
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that name files of text and of weights."""
+    """Declare the options that name files of text, of weights and of scores."""
     for split in ("train", "valid", "test"):
         for side in ("source", "target"):
             parser.add_argument(
@@ -28,4 +28,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-weights", nargs="+", type=Path, default=[], metavar="F",
         help="weights of the training pairs, one positive number a line: factors of their loss",
+    )  # fmt: skip
+    parser.add_argument(
+        "--train-scores", nargs="+", type=Path, default=[], metavar="F",
+        help="scores of the training pairs, one number a line, for the filter score",
     )  # fmt: skip

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import compress, islice
+from itertools import compress, islice, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -174,14 +174,15 @@ class PairChecker:
         """Reasons for which a pair is removed because of an earlier one, in order."""
         return (*(() if self.config.keep_duplicates else (Reason.DUPLICATE.value,)), *self.filters.remembering)
 
-    def check(self, lines: Iterable[tuple[bytes, bytes]]) -> CheckedPairs:
-        """Check a batch of pairs (source, target)."""
+    def check(self, lines: Iterable[tuple[bytes, bytes]], scores: Iterable[float] | None = None) -> CheckedPairs:
+        """Check a batch of pairs (source, target), with their scores if a filter reads them."""
         texts: list[tuple[str, str]] = []
         places: list[int] = []
         removals, repaired = Removals(), Counter[tuple[str, str]]()
         place = -1
-        for place, (source_line, target_line) in enumerate(lines):
-            found = self._check(source_line, target_line, repaired)
+        scored = zip(lines, repeat(None) if scores is None else scores, strict=scores is not None)
+        for place, ((source_line, target_line), score) in enumerate(scored):
+            found = self._check(source_line, target_line, score, repaired)
             if isinstance(found, str):
                 removals.add(found, source_line, target_line)
             else:
@@ -195,7 +196,7 @@ class PairChecker:
         return CheckedPairs(place + 1, texts, np.array(places, np.int64), hashes, removals, repaired)
 
     def _check(
-        self, source_line: bytes, target_line: bytes, repaired: Counter[tuple[str, str]]
+        self, source_line: bytes, target_line: bytes, score: float | None, repaired: Counter[tuple[str, str]]
     ) -> tuple[str, str] | str:
         """Return the text of a pair, or the reason to remove it."""
         try:
@@ -216,7 +217,7 @@ class PairChecker:
         # A word has at least one token, so this needs no vocabulary, and keeps such pairs out of it.
         if max(source.count(" "), target.count(" ")) >= self.config.max_length:
             return Reason.TOO_LONG.value
-        if self._has_filters and (fault := self.filters.fault(source, target)):
+        if self._has_filters and (fault := self.filters.fault(source, target, score)):
             return fault
         return source, target
 

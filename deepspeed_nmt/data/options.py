@@ -67,6 +67,8 @@ class PrepareOptions(Config):
     """Numbers of the columns with source, target, and optionally weights; None means 1 and 2, and no others."""
     train_weights: Paths = ()
     """Weights of the training pairs, one a line."""
+    train_scores: Paths = ()
+    """Scores of the training pairs, one a line, for the filter ``score``."""
     valid_source: Paths = Field(min_length=1)
     valid_target: Paths = Field(min_length=1)
     test_source: Paths = ()
@@ -237,11 +239,20 @@ class PrepareOptions(Config):
                     "--train-weights and a third column of --tsv-columns are both weights; leave one out"
                 )
         files = len(self.tsv or self.train_source)
-        if self.train_weights and len(self.train_weights) != files:
-            raise ValueError(
-                "--train-weights must have a file for each file of the training text, but has "
-                f"{len(self.train_weights)} for {files}"
-            )
+        for option, given in (("--train-weights", self.train_weights), ("--train-scores", self.train_scores)):
+            if given and len(given) != files:
+                raise ValueError(
+                    f"{option} must have a file for each file of the training text, but has {len(given)} for {files}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _scores_are_read(self) -> PrepareOptions:
+        readers = [name for name, each in self.filters.items() if each.reads_scores]
+        if readers and not self.train_scores:
+            raise ValueError(f"the filter {readers[0]} needs the scores of the training pairs; give --train-scores")
+        if self.train_scores and not readers:
+            raise ValueError("--train-scores is for the filter score; give --filters score=MINIMUM, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -303,10 +314,10 @@ class PrepareOptions(Config):
 
     @property
     def inputs(self) -> dict[str, Paths]:
-        """All input files by ``<split>.<side>``, ``train.tsv`` and ``train.weights``."""
+        """All input files by ``<split>.<side>``, ``train.tsv``, ``train.weights`` and ``train.scores``."""
         named = {f"{split}.{side}": paths for split in ("train", "valid", "test")
                  for side, paths in zip(SIDES, self.paths(split), strict=True)}  # fmt: skip
-        named |= {"train.tsv": self.tsv, "train.weights": self.train_weights}
+        named |= {"train.tsv": self.tsv, "train.weights": self.train_weights, "train.scores": self.train_scores}
         return {name: paths for name, paths in named.items() if paths}
 
     @property
@@ -318,7 +329,7 @@ class PrepareOptions(Config):
     @property
     def layout(self) -> TextLayout:
         """Places of the pairs in the training text."""
-        return TextLayout(tsv=bool(self.tsv), tsv_columns=self.tsv_columns, weighted=bool(self.train_weights))
+        return TextLayout(bool(self.tsv), self.tsv_columns, bool(self.train_weights), bool(self.train_scores))
 
     @property
     def weighted(self) -> bool:

@@ -24,6 +24,7 @@ from deepspeed_nmt.errors import DataError, shown
 PIECE_BYTES = 1 << 19
 """Bytes of the first file of a piece: about half a second of encoding."""
 _NUMBER = re.compile(rb"\s*\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
+_SCORE = re.compile(rb"\s*-inf\s*|\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*", re.ASCII)
 
 FileSet = Mapping[str, Path]
 """Aligned files by ``<split>.<column>``."""
@@ -78,7 +79,8 @@ def read_pieces(sets: Sequence[FileSet], records: dict[str, list[InputRecord]]) 
 def _unaligned_error(files: FileSet, texts: Sequence[InputText]) -> DataError:
     for text in texts:
         text.skip_rest()
-    what = "source and target" if len(files) == 2 and "train.tsv" not in files else "text and weights"
+    others = [name.removeprefix("train.") for name in files if name in ("train.weights", "train.scores")]
+    what = "source and target" if not others else " and ".join(["text", *others])
     return unaligned_error([unaligned([(text.name, text.lines) for text in texts]) or ""], what)
 
 
@@ -90,29 +92,35 @@ class TextLayout:
         tsv: True if the first file has source and target, separated by tabs.
         tsv_columns: numbers of the columns with source, target, and optionally weights, from 1; others are ignored.
             None: source and target, and no further column.
-        weighted: True if the last file has weights.
+        weighted: True if a file has weights, after those of the text.
+        scored: True if the last file has scores.
     """
 
     tsv: bool = False
     tsv_columns: tuple[int, ...] | None = None
     weighted: bool = False
+    scored: bool = False
 
-    def pairs(self, piece: Piece) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None]:
-        """Return pairs without line ends, and their weights, if there are any. Shape: -> (N,), (N,).
+    def pairs(
+        self, piece: Piece
+    ) -> tuple[list[tuple[bytes, bytes]], npt.NDArray[np.float32] | None, list[float] | None]:
+        """Return pairs without line ends, their weights and their scores, if there are any. Shape of each: -> (N,).
 
         Raises:
-            DataError: if columns are missing or unexpected, or a weight is not a positive finite number.
+            DataError: if columns are missing or unexpected, a weight is not a positive finite number, or a score is
+                not a number.
         """
         columns = [_lines(column) for column in piece.columns]
+        scores = _scores(columns.pop(), piece.names[-1], piece.first) if self.scored else None
         weights: Sequence[bytes] | None = columns.pop() if self.weighted else None
-        name = piece.names[-1]
+        name = piece.names[-2 if self.scored else -1]
         if self.tsv:
             columns = self._split(columns[0], piece)
             if len(columns) == 3:
                 weights = columns.pop()
         source, target = columns
         values = None if weights is None else _weights(weights, name, piece.first)
-        return list(zip(source, target, strict=True)), values
+        return list(zip(source, target, strict=True)), values, scores
 
     def _split(self, lines: Sequence[bytes], piece: Piece) -> list[list[bytes]]:
         """Return the columns of a TSV file. Shape: (N,) -> (2 or 3, N)."""
@@ -152,3 +160,15 @@ def _weights(lines: Sequence[bytes], name: str, first: int) -> npt.NDArray[np.fl
             f"{first + int(wrong[0]):,} has {text}; correct it, and remove pairs that shall not count"
         )
     return weights
+
+
+def _scores(lines: Sequence[bytes], name: str, first: int) -> list[float]:
+    """Return the scores on lines of text. Shape: (N,) -> (N,)."""
+    for number, line in enumerate(lines, first):
+        if not _SCORE.fullmatch(line):
+            raise DataError(
+                f"{name} must have one number as the score of each pair, but line {number:,} has "
+                f"{shown(line.decode('utf-8', errors='replace'))}; of the output of `score-pairs`, take the fourth "
+                "column (cut -f 4)"
+            )
+    return list(map(float, lines))

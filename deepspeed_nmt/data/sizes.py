@@ -59,7 +59,9 @@ def sizes_before_cleaning(sets: Sequence[FileSet], tokenizer: Tokenizer | None, 
     """
     pairs = text = 0.0
     for files in sets:
-        for place, path in enumerate(each for name, each in files.items() if not name.endswith("weights")):
+        for place, path in enumerate(
+            each for name, each in files.items() if not name.endswith(("weights", "scores"))
+        ):
             if path == STANDARD_INPUT or not path.is_file():  # opening a pipe would take its text away
                 return None
             with open_input(path, quiet=True) as opened:

@@ -125,8 +125,8 @@ class _Checking:
 
     def __call__(self, piece: Piece) -> _Checked:
         """Check the pairs of a piece."""
-        pairs, weights = self._layout.pairs(piece)
-        checked = self._checker.check(pairs)
+        pairs, weights, scores = self._layout.pairs(piece)
+        checked = self._checker.check(pairs, scores)
         source, target = ("".join(f"{text[side]}\n" for text in checked.texts).encode() for side in (0, 1))
         weights = None if weights is None else weights[checked.places]
         return _Checked(checked._replace(texts=[]), source, target, weights)

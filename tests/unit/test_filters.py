@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import sys
@@ -82,6 +83,7 @@ CASES: dict[str, list[tuple[str, str, str, str]]] = {
         ("Latin/Cyrillic", "word", "word", "слово"),
         ("0.9/Latin/Han+Hiragana+Katakana", "word", "これはペンabc", "これはペンです。123"),
     ],
+    "score": [],  # judges no text; below
     "near_duplicates": [],  # compares pairs
     "language": [],  # below
 }
@@ -122,6 +124,19 @@ def test_escapes_of_moses_are_no_html() -> None:
     assert _removes("html", pair)
     assert not _removes("html", pair, TextForm("moses", target_lang="de"))
     assert _removes("html", ("a <b> c", "d"), TextForm("moses", target_lang="de"))
+
+
+def test_scores_across_batches() -> None:
+    stream = PairStream("score=-1.5,long_words,near_duplicates", TextForm())
+    pairs = [("a", "b"), ("a b", "c"), ("x" * 40, "d"), ("e", "f"), ("E", "F!")]
+    keep = [*stream.keep(pairs[:2], [-1.5, -1.6]), *stream.keep(pairs[2:], [-9.0, -math.inf, 0.0])]
+    assert keep == [True, False, False, False, True], "a pair that is removed has no repetition"
+    assert stream.removals.counts == {"score": 2, "long_words": 1}
+    assert stream.removals.examples["score"] == [("a b", "c"), ("e", "f")]
+    with pytest.raises(ConfigError, match="the filter score needs a score of each pair; give scores"):
+        stream.keep(pairs)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        stream.keep(pairs, [1.0])
 
 
 def test_near_duplicates_across_batches() -> None:
@@ -190,6 +205,8 @@ def test_presets_values_and_order() -> None:
         ("digits=x", "the filter digits must be a number, but is 'x'"),
         ("digits=", "the filter digits must be a number, but is ''"),
         ("html=1", "the filter html must be less than 1, but is '1'"),
+        ("score", "the filter score must have the smallest score of a pair to keep, but has none; give it"),
+        ("score=nan", "the filter score must be a finite number, but is 'nan'"),
         ("near_duplicates=x", "the filter near_duplicates must be 'pair', 'source' or 'target', but is 'x'"),
         ("script=Latin", "must be SHARE, SOURCE/TARGET or SHARE/SOURCE/TARGET, but is 'Latin'"),
         ("script=Latin/Cyrilic", "must have Unicode's names of scripts"),
@@ -318,7 +335,8 @@ def test_help_and_page_name_all_filters() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \| (?:yes)? *\|$", page, flags=re.M))
     assert [name for name in rows if name in FILTERS] == list(FILTERS)
     for name in FILTERS:
-        default = next(iter(FILTERS[name].config.model_fields.values())).default
+        setting = next(iter(FILTERS[name].config.model_fields.values()))
+        default = "required" if setting.is_required() else setting.default
         assert rows[name] == (default if isinstance(default, str) else f"{default:g}"), name
         in_preset = re.search(rf"^\| `{name}` \|.*\| yes \|$", page, flags=re.M) is not None
         assert in_preset == (name in PRESETS["web"]), name

@@ -271,6 +271,49 @@ def test_weights_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path) ->
         Corpus(texts["out"], "train")
 
 
+def test_scores_stay_with_their_pairs(texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (reading, stages):
+        monkeypatch.setattr(module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(worker_pool, "ALONE_BYTES", 2000)
+    texts |= _noisy(tmp_path)
+    scores = [(-7 * place) % 10 - 7.5 for place in range(3 * len(SOURCE))]
+    noisy = _prepare(texts)
+    texts |= {
+        "train_scores": (_write(tmp_path / "scores", [f" {score:+.1f} " for score in scores]),),
+        "filters": "score=-2.5",
+    }
+    for workers in (1, 2):
+        meta = _prepare(texts, out=tmp_path / f"of{workers}", workers=workers)
+        weights = Corpus(tmp_path / f"of{workers}", "train").weights
+        assert weights is not None and len(weights) > 50
+        assert all(scores[int(weight) - 1] >= -2.5 for weight in weights.tolist())
+        # Of the pairs without another fault before, whose texts are the same with or without scores.
+        faulty = sum(noisy.removed[reason] for reason in ("empty", "bad_character", "undecodable"))
+        assert meta.removed["score"] == pytest.approx(0.5 * (len(scores) - faulty), rel=0.05)
+        assert len(meta.removed_examples["score"]) == 3
+        assert meta.options["filters"] == {"score": {"min_score": -2.5}} and "train.scores" in meta.inputs
+    lines = [texts[name][0].read_text(encoding="utf-8").split("\n") for name in ("train_source", "train_target")]
+    rows = [f"{source}\t{target}" for source, target in zip(*lines, strict=True)][:-1]
+    assert _prepare(_tsv(texts, _write(tmp_path / "all.tsv", rows)), out=tmp_path / "tsv").files == meta.files
+
+    _write(tmp_path / "scores", ["-1"] * (len(scores) - 1))
+    with pytest.raises(DataError, match="text and weights and scores must have the same number of lines, but"):
+        _prepare(texts, overwrite=True)
+
+
+@pytest.mark.parametrize("text", ["", "one", "nan", "inf", "1,5", "0x1", "٣", "1\t2"])
+def test_a_score_that_is_no_number_is_named(text: str, texts: dict[str, Any], tmp_path: Path) -> None:
+    scores = ["0.5", " -2 ", "-1e-3", "-inf"] * (len(SOURCE) // 4)
+    scores[100] = text
+    texts |= {"train_scores": (_write(tmp_path / "scores", scores),), "filters": "score=-1e9"}
+    with pytest.raises(DataError, match=r"scores must have one number as the score .* but line 101 has '.*'; of"):
+        _prepare(texts)
+    assert _directories(tmp_path) == []
+    scores[100] = "0"
+    _write(tmp_path / "scores", scores)
+    assert _prepare(texts).removed["score"] == len(SOURCE) // 4
+
+
 @pytest.mark.parametrize(
     "text", ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "one", "1_0", "0x1", "1 2", "٣", "1,5"]
 )
@@ -334,6 +377,9 @@ def test_sizes_are_estimated_before_they_are_written(
         ("--tsv a --tsv-columns 0,1", "--tsv-columns must be greater than or equal to 1, but is '0'"),
         ("--train-source a --train-target b --tsv-columns 1,2", "--tsv-columns is for --tsv"),
         ("--tsv a --tsv-columns 1,2,3 --train-weights w", "are both weights; leave one out"),
+        ("--tsv a --tsv b --train-scores w --filters score=1", "--train-scores must have a file for each .* has 1"),
+        ("--tsv a --train-scores w", "--train-scores is for the filter score; give --filters score=MINIMUM"),
+        ("--tsv a --filters score=1", "the filter score needs the scores of the training pairs; give --train-scores"),
         ("--tsv a --tsv b --train-weights w", "a file for each file of the training text, but has 1 for 2"),
     ],
 )

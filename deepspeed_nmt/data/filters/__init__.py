@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deepspeed_nmt.data.filters import agreement, languages, markup
+from deepspeed_nmt.data.filters import agreement, languages, markup, scores
 from deepspeed_nmt.data.filters import near_duplicates as repeats
-from deepspeed_nmt.data.filters.base import FilterConfig, Key, Test
+from deepspeed_nmt.data.filters.base import FilterConfig, Key, ScoreTest, Test
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.registry import Entry, Registry, problem_of
 from deepspeed_nmt.text import TextForm
 
-FILTERS: Registry[Callable[[str, str], Any]] = Registry(
+FILTERS: Registry[Callable[..., Any]] = Registry(
     "filter",
     [
         Entry("html", markup.HtmlConfig, markup.html),
@@ -32,6 +32,7 @@ FILTERS: Registry[Callable[[str, str], Any]] = Registry(
         Entry("repetition", agreement.RepetitionConfig, agreement.repetition),
         Entry("script", languages.ScriptConfig, languages.script),
         Entry("language", languages.LanguageConfig, languages.language),
+        Entry("score", scores.ScoreConfig, scores.score),
         Entry("near_duplicates", repeats.NearDuplicatesConfig, repeats.near_duplicates),
     ],
 )
@@ -129,9 +130,11 @@ class PairFilters:
         self._arguments = (self.configs, text, segmented)
         self._segmented = segmented
         self._tests: dict[str, Test] = {}
+        self._score_tests: dict[str, ScoreTest] = {}
         self._keys: dict[str, Key] = {}
         for name, config in configs.items():
-            (self._keys if config.finds_repeats else self._tests)[name] = FILTERS[name].build(config, text)
+            kind: dict[str, Any] = self._keys if config.finds_repeats else self._tests
+            (self._score_tests if config.reads_scores else kind)[name] = FILTERS[name].build(config, text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings: another process builds the filters again."""
@@ -140,17 +143,33 @@ class PairFilters:
     @property
     def judging(self) -> tuple[str, ...]:
         """Names of the filters that judge each pair for itself, in order."""
-        return tuple(self._tests)
+        return (*self._tests, *self._score_tests)
+
+    @property
+    def reading_scores(self) -> tuple[str, ...]:
+        """Names of the filters that judge a pair by its score, in order: after those that read its text."""
+        return tuple(self._score_tests)
 
     @property
     def remembering(self) -> tuple[str, ...]:
         """Names of the filters that remove repetitions of earlier pairs."""
         return tuple(self._keys)
 
-    def fault(self, source: str, target: str) -> str:
-        """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions."""
+    def fault(self, source: str, target: str, score: float | None = None) -> str:
+        """Return the name of the first filter that removes a pair; "" if all of them keep it, but for repetitions.
+
+        Args:
+            source: text of the source.
+            target: text of the target.
+            score: of the pair; may be None if no filter reads scores.
+        """
         source, target = self._words(source), self._words(target)
-        return next((name for name, removes in self._tests.items() if removes(source, target)), "")
+        if fault := next((name for name, removes in self._tests.items() if removes(source, target)), ""):
+            return fault
+        if not self._score_tests:
+            return ""
+        assert score is not None, f"the filter {self.reading_scores[0]} needs a score of each pair"
+        return next((name for name, removes in self._score_tests.items() if removes(score)), "")
 
     def keys(self, name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         """Yield the text by which the filter ``name`` finds repetitions, of each pair."""

@@ -11,17 +11,22 @@ Test = Callable[[str, str], bool]
 """True if a pair (source, target) is to be removed."""
 Key = Callable[[str, str], str]
 """Text of a pair (source, target) by which repetitions of it are found."""
+ScoreTest = Callable[[float], bool]
+"""True if a pair with this score is to be removed."""
 
 
 class FilterConfig(Config):
     """Base of the settings of a filter.
 
     A subclass declares the setting that ``NAME=VALUE`` gives as its first field. Its entry in the registry builds the
-    filter from (settings, form of the text): a :data:`Test`, or a :data:`Key` if ``finds_repeats``.
+    filter from (settings, form of the text): a :data:`Test`, a :data:`Key` if ``finds_repeats``, or a
+    :data:`ScoreTest` if ``reads_scores``.
     """
 
     finds_repeats: ClassVar[bool] = False
     """True if a pair is removed because an earlier one has the same key; else each pair is judged for itself."""
+    reads_scores: ClassVar[bool] = False
+    """True if a pair is judged by the score that is given with it, not by its text."""
 
     @classmethod
     def fields_of(cls, value: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from deepspeed_nmt.data.duplicates import Repetitions, hashes_of
 from deepspeed_nmt.data.filters import PairFilters, read_filters
 from deepspeed_nmt.data.removals import Removals
+from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.text import TextForm
 
 
@@ -33,15 +34,25 @@ class PairStream:
         self._repetitions = Repetitions(self._filters.remembering)
         self.removals = Removals()
 
-    def keep(self, pairs: Sequence[tuple[str, str]]) -> npt.NDArray[np.bool_]:
+    def keep(self, pairs: Sequence[tuple[str, str]], scores: Sequence[float] | None = None) -> npt.NDArray[np.bool_]:
         """Judge the next batch of pairs (source, target).
+
+        Args:
+            pairs: text of both sides. Shape: (pairs,)
+            scores: of the pairs, for the filter ``score``. Shape: (pairs,)
 
         Returns:
             True for pairs to keep. Shape: (pairs,)
+
+        Raises:
+            ConfigError: if a filter reads scores, but there are none.
         """
+        if scores is None and (names := self._filters.reading_scores):
+            raise ConfigError(f"the filter {names[0]} needs a score of each pair; give scores")
         keep = np.zeros(len(pairs), dtype=np.bool_)
-        for number, pair in enumerate(pairs):
-            if fault := self._filters.fault(*pair):
+        given: Sequence[float | None] = [None] * len(pairs) if scores is None else scores
+        for number, (pair, score) in enumerate(zip(pairs, given, strict=True)):
+            if fault := self._filters.fault(*pair, score):
                 self.removals.add(fault, *pair)
             else:
                 keep[number] = True

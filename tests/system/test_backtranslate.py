@@ -1,0 +1,158 @@
+"""launch/backtranslate.sh: its steps end to end, killed and resumed, what it skips, and distillation."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.errors import EXIT_STOPPED
+from tests.support import ROOT
+
+pytestmark = pytest.mark.timeout(600)  # a loaded machine takes long to start processes
+LINES = 90
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a shell; scores are kept for every 16 pairs."""
+    return {**os.environ, "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PART_LINES": "16"}
+
+
+def script(*words: object) -> list[str]:
+    return [str(ROOT / "launch/backtranslate.sh"), *map(str, words)]
+
+
+def run(*words: object, status: int = 0) -> str:
+    """Run the script and return what it prints, errors included."""
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(script(*words), env=environment(), stdout=pipe, stderr=both, text=True, timeout=300)
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory whose vocabulary has a tag; it is another than that of the run that translates."""
+    out, text = tmp_path_factory.mktemp("tagged") / "data", data.parent / "text"
+    words = ["prepare", "--out", str(out), "--vocab-size", "300", "--symbols", "<bt>"]
+    for split in ("train", "valid"):
+        words += [f"--{split}-source", str(text / f"{split}.en"), f"--{split}-target", str(text / f"{split}.de")]
+    assert main(words) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Monolingual text in two files: compressed, and without an end of the last line."""
+    place = tmp_path_factory.mktemp("texts")
+    lines = (data.parent / "text/train.de").read_bytes().split(b"\n")[:LINES]
+    (place / "a.gz").write_bytes(gzip.compress(b"\n".join([*lines[:50], b""])))
+    (place / "b").write_bytes(b"\n".join(lines[50:]))
+    return [place / "a.gz", place / "b"]
+
+
+def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_number: signal.Signals) -> int:
+    """Start the script, send a signal to it and all its descendants once it is ready, and return its status."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words, env=environment(), stdout=stream, stderr=stream, start_new_session=True
+        )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not ready():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal_number)
+    if signal_number == signal.SIGKILL:
+        for each in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    return process.wait(timeout=100)
+
+
+def test_it_resumes_in_each_step_and_skips_what_is_finished(
+    trained: Path, tagged: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    out, whole, log = tmp_path / "out", tmp_path / "whole", tmp_path / "log"
+    # The run that scores has another vocabulary than DATA, too.
+    words = ["--run", trained, "--score-run", trained, "--text", *texts, "--data", tagged, "--cpu"]
+    sampling = ["--", "--search", "sampling", "--max-tokens", "64"]
+    said = run(*words, "--workers", "1", "--out", whole, "--min-score", "-99", *sampling)
+    assert said.endswith(f"--data '{tagged}' --data '{whole}/data=1@<bt>'\n"), said
+    scores = [float(line) for line in (whole / "scores").read_text().splitlines()]
+    assert len(scores) == LINES and len((whole / "translations").read_bytes().splitlines()) == LINES
+    before = (whole / "translations").stat().st_mtime_ns
+
+    # Another bound: only the last step is done again. It counts what it removes.
+    bound = statistics.median(scores)
+    words += ["--min-score", f"{bound:.9g}"]
+    said = run(*words, "--workers", "1", "--out", whole, *sampling)
+    assert [step for step in ("text", "translate", "score", "prepare") if f"{step}: finished before" in said] == [
+        "text", "translate", "score",
+    ]  # fmt: skip
+    meta = DataDirectory.open(whole / "data").meta
+    empty = meta.removed["empty"]
+    assert empty < 5 and meta.removed["score"] == pytest.approx(sum(each < bound for each in scores), abs=empty)
+    assert meta.pairs_read == LINES and len(meta.removed_examples["score"]) == 3 and "removed: a score below" in said
+    assert before == (whole / "translations").stat().st_mtime_ns
+
+    # Stopped, then killed, then completed, by two processes: the same files.
+    command = script(*words, "--workers", "2", "--out", out, *sampling)
+    pieces = lambda: len(list(out.glob("translations.pieces/piece-*"))) >= 2  # noqa: E731
+    assert interrupted(command, log, pieces, signal.SIGINT) == EXIT_STOPPED, log.read_text()
+    assert "start the same command again to resume" in log.read_text() and not (out / "translations").exists()
+    assert interrupted(command, log, lambda: any(out.glob("scores.parts/0*")), signal.SIGKILL) == -signal.SIGKILL
+    assert "resumes: " in log.read_text() and not (out / "scores").exists()
+    assert "translate: finished before" in run(*command[1:]) and not (out / "scores.parts").exists()
+    names = ["text", "translations", "scores", *(f"data/{name}" for name in meta.files)]
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in names)
+
+
+def test_distillation_translates_sources(trained: Path, data: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "out"
+    lines = (data.parent / "text/train.en").read_text(encoding="utf-8").splitlines()[:12]
+    text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    words = ["--distill", "--run", trained, "--text", text, "--data", data, "--out", out, "--cpu", "--workers", "1"]
+    said = run(*words, "--", "--max-length", "8")
+    assert said.endswith(f"--run RUN --data '{out}/data'\n"), "without a tag and without the parallel text"
+    directory = DataDirectory.open(out / "data")
+    corpus, tokenizer = directory.corpus("train"), directory.tokenizer()
+    sources = [tokenizer.decode(corpus.source(number)) for number in range(len(corpus))]
+    assert len(sources) > 6 and set(sources) <= set(lines)
+    translations = (out / "translations").read_text(encoding="utf-8").splitlines()
+    assert tokenizer.decode(corpus.target(0)) == translations[lines.index(sources[0])]
+
+
+def test_mistakes_are_named_before_anything_is_translated(
+    trained: Path, data: Path, tagged: Path, texts: list[Path], tmp_path: Path
+) -> None:
+    words = ["--run", trained, "--text", *texts, "--out", tmp_path / "out", "--cpu"]
+    assert "--data must be the data directory" in run(*words, status=2)
+    assert "a tag must be a symbol of the source's vocabulary, but '<bt>' is none; it has none, see" in run(
+        *words, "--data", data, status=2
+    )
+    assert "--score-run needs the smallest score" in run(*words, "--data", data, "--score-run", trained, status=2)
+    assert "--nbest cannot come after --" in run(*words, "--data", data, "--", "--nbest", "2", status=2)
+    (tmp_path / "empty").write_text(" \n")
+    empty = ["--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained]
+    assert "--text must have a sentence, but" in run(*empty, status=2)
+    text, german = data.parent / "text", tmp_path / "german"
+    prepare = ["prepare", "--out", str(german), "--vocab-from", str(tagged), "--text", "tokenised"]
+    for split in ("train", "valid"):
+        prepare += [f"--{split}-source", str(text / "valid.en"), f"--{split}-target", str(text / "valid.de")]
+    assert main(prepare) == 0
+    refused = run(*words, "--data", german, status=2)
+    assert "--run must be a run on text of the form and in the languages of --data, which for it are tok" in refused
+    assert not list(tmp_path.glob("*/translations*"))
