@@ -85,7 +85,7 @@ def test_a_wide_beam_equals_exhaustive_search(seed: int, penalty: str) -> None:
                 log_prob = teacher_forced(model, source, list(words))
                 expected.append((log_prob / divide_by(length + 1), list(words)))
     expected.sort(reverse=True)
-    search = beam_search(model, beam=6**limit, length_penalty=penalty, max_length_ratio=0, max_length_extra=limit)
+    search = beam_search(model, beam=3**limit, length_penalty=penalty, max_length_ratio=0, max_length_extra=limit)
     (found,) = search.search(torch.tensor([source]))
     assert [hypothesis.tokens for hypothesis in found] == [words for _, words in expected]
     assert [hypothesis.score for hypothesis in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
