@@ -122,8 +122,11 @@ class DecodableModel(nn.Module, ABC):
         Args:
             memory: encoded sources, as many as the cache's bucket has.
             cache: of the model.
+
+        Raises:
+            TypeError: if the model decodes without such caches.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no cache of constant sizes")
 
     @abstractmethod
     def step(self, tokens_R: Tensor, memory: Memory, cache: DecoderCache) -> Tensor:

@@ -65,7 +65,7 @@ def window_updates(update_tokens: int) -> int:
 
 
 class Plan(ABC):
-    """Which sentences make which update.
+    """A division of the training text into updates.
 
     Args:
         corpora: the training text.

@@ -82,7 +82,7 @@ class DataPart:
 
     @property
     def identity(self) -> str:
-        """What tells this corpus from others: equal ones give equal sentences."""
+        """Text that tells this corpus from others: equal ones give equal sentences."""
         return f"{self.directory.fingerprint}{f' {self.tag}' if self.tag else ''}"
 
     def corpus(self, tokenizer: Tokenizer, config: MixtureConfig) -> CorpusPart:

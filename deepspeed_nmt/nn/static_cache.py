@@ -313,4 +313,4 @@ class StaticCache(DecoderCache):
     @override
     def select(self, rows_R: Tensor, sentences_B: Tensor | None) -> None:
         """Refuse: the hypotheses are selected in the ancestry, and sentences by :meth:`move`."""
-        raise NotImplementedError
+        raise TypeError("hypotheses of a cache of constant sizes are selected in its ancestry")

@@ -1,4 +1,4 @@
-"""What `prepare` reads: compressed text, TSV, standard input, pipes and weights, in any number of processes."""
+"""Inputs of `prepare`: compressed text, TSV, standard input, pipes and weights, in any number of processes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from deepspeed_nmt.search.rules import StaticRules, TokenRules
 from deepspeed_nmt.search.static_beam import Pacing, StaticBeamSearch
 from deepspeed_nmt.search.static_step import positions_of_bucket, sentences_of_bucket
 from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
+from tests.unit.test_searches import sharpened
 
 PAD, BOS, EOS = 0, 1, 2
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def is_tensor(value: object) -> bool:
 
 
 class Static:
-    """What the searches that a test starts do: their buckets, and the steps that they replay."""
+    """A record of the searches that a test starts: their buckets, and the steps that they replay."""
 
     def __init__(self) -> None:
         self.pacing = TINY
@@ -113,16 +114,6 @@ def static(monkeypatch: pytest.MonkeyPatch) -> Iterator[Static]:
     monkeypatch.setattr(beam, "static_search", made.make)
     monkeypatch.setattr(replay, "WARM_UP", 1)
     yield made
-
-
-def sharpened(model: TranslationModel, factor: float = 4.0, end: float = 0.0) -> TranslationModel:
-    """Return a random model whose predictions are far from uniform, and whose sentences end early and late."""
-    with torch.no_grad():
-        model.projection.weight.mul_(factor)
-    bias_V = torch.zeros(model.vocab_size)
-    bias_V[EOS] = end
-    model.projection.bias = torch.nn.Parameter(bias_V)
-    return model.eval()
 
 
 def transformer(seed: int = 1, vocab_size: int = 24, **settings: Any) -> TranslationModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -37,9 +38,9 @@ class FilterConfig(Config):
         """
         return {next(iter(cls.model_fields)): value}
 
+    @abstractmethod
     def describe(self) -> str:
         """Describe the pairs that are removed, for the report."""
-        raise NotImplementedError
 
 
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
