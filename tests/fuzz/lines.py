@@ -163,6 +163,8 @@ def values(action: argparse.Action) -> SearchStrategy[str]:
         return _mostly(st.sampled_from(list(action.choices)), st.text(max_size=5))
     if action.type in (int, float):
         usual = ["0.5", "1.0"] if action.type is float else ["1", "2", "3", "400"]
+        if action.dest == "repeat":  # 400 measurements take longer than a test may
+            usual = usual[:2]
         return _mostly(
             st.sampled_from(usual + [str(action.default)] * (action.default is not None)), st.sampled_from(NUMBERS)
         )
