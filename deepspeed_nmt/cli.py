@@ -48,6 +48,10 @@ _SENTENCES = [
     for pattern, sentence in (
         (r"argument (\S+): invalid int value: (.*)", r"\1 must be a whole number, but is \2"),
         (r"argument (\S+): invalid float value: (.*)", r"\1 must be a number, but is \2"),
+        (
+            r"argument (\S+): expected (?:one|at least one) argument",
+            r"\1 must have a value, but has none; one that begins with - is given as \1=VALUE",
+        ),
         (r"argument (\S+): not allowed with argument (\S+)", r"\1 and \2 exclude one another; give one of them"),
     )
 ]

@@ -69,6 +69,8 @@ options=("$@") # of translate
 [ ${#texts[@]} -gt 0 ] || die "--text must be monolingual text, but is missing; see --help"
 [ -n "$data" ] || die "--data must be the data directory of the parallel text, but is missing; see --help"
 [ -n "$out" ] || die "--out must be the directory of the results, but is missing; see --help"
+[ ! -e "$out" ] || [ -d "$out/.steps" ] || [ -z "$(ls -A "$out")" ] ||
+    die "--out must be new or a directory that this script has made, but $out has other files; choose another"
 for file in "${texts[@]}"; do [ -f "$file" ] || die "--text must be files, but $file is not one; check the path"; done
 [ -z "$scorer" ] || [ -n "$minimum" ] || die "--score-run needs the smallest score of a pair to keep; give --min-score, for example -3"
 [ -n "$scorer" ] || [ -z "$minimum" ] || die "--min-score needs a run that scores the pairs; give --score-run"
@@ -86,7 +88,6 @@ python="${PYTHON:-python3}"
 srun="${DEEPSPEED_NMT_SRUN:-}" # launch/backtranslate.sbatch sets it
 helper="$ROOT/launch/data/synthetic.py"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-mkdir -p "$out/.steps"
 ranks=0 where=()
 [ -n "$cpu$srun$workers" ] || ranks="$(list_gpus | wc -l)"
 [ "$ranks" = 0 ] || take_gpus
@@ -143,12 +144,19 @@ for run in "${runs[@]}"; do checks+=(--run "$run"); done
 [ -z "$scorer" ] || checks+=(--score-run "$scorer")
 [ -z "$distill" ] || checks+=(--distill)
 [ -z "$tag" ] || checks+=(--tag "$tag")
+[ -z "$scorer" ] || filters="${filters:+$filters,}score=$minimum"
+[ -z "$filters" ] || checks+=(--filters "$filters")
+mixture=(--data "$data" --data "$out/data=$weight${tag:+@$tag}")
+[ -z "$distill" ] || [ -n "$tag" ] || mixture=(--data "$out/data")
+checks+=(--corpus "${mixture[${#mixture[@]} - 1]}")
 found="$("$python" "$helper" check "${checks[@]}")" || exit
 lines=()
 while IFS= read -r line; do lines+=("$line"); done <<<"$found"
 model="${lines[0]}" scoring="${lines[1]}" parallel="${lines[2]}"
 prepare=("${lines[@]:4}")
 [ -z "${lines[3]}" ] || options+=(--suppress "${lines[3]}") # a text has no tag but in front of it
+mkdir -p "$out/.steps" 2>/dev/null || die "--out must be a directory that can be written, but $out is not; choose another"
+trap 'rm -f "$out"/*.tmp' EXIT
 
 plain() {
     local file
@@ -163,7 +171,8 @@ plain() {
 }
 key="$(cat -- "${texts[@]}" | digest)"
 if ! is_finished text "$key" "$out/text"; then
-    plain "${texts[@]}" >"$out/text.tmp" || die "--text must be readable, but is not; check the files"
+    plain "${texts[@]}" >"$out/text.tmp" ||
+        die "$out/text could not be written, for the reason above; check the files of --text, and the free disk space"
     grep -q '[^[:space:]]' "$out/text.tmp" || die "--text must have a sentence, but ${texts[*]} is empty; check the files"
     mv "$out/text.tmp" "$out/text"
     finish text "$key"
@@ -191,12 +200,11 @@ if [ -n "$scorer" ]; then
         mkdir -p "$parts"
         finish scoring "$key"
         on_all_ranks "$helper" score --run "$scorer" --source "$source" --target "$target" --parts "$parts"
-        find "$parts" -type f ! -name '.*' | sort | xargs cat >"$out/scores.tmp"
+        cat -- "$parts"/[0-9]* >"$out/scores.tmp"
         mv "$out/scores.tmp" "$out/scores"
         finish score "$key"
         rm -rf "$parts"
     fi
-    filters="${filters:+$filters,}score=$minimum"
     prepare+=(--train-scores "$out/scores")
 fi
 
@@ -210,8 +218,6 @@ if ! is_finished prepare "$key" "$out/data/meta.json"; then
     finish prepare "$key"
 fi
 
-mixture=(--data "$data" --data "$out/data=$weight${tag:+@$tag}")
-[ -z "$distill" ] || [ -n "$tag" ] || mixture=(--data "$out/data")
 if [ -z "$recipe" ]; then
     echo "to train:"
     echo "deepspeed-nmt train --recipe RECIPE --run RUN$(printf " '%s'" "${mixture[@]}" | sed "s/'--data'/--data/g")"

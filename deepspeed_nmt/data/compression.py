@@ -119,7 +119,7 @@ def _library(kind: str, name: str) -> tuple[Callable[[], _Decompressor], tuple[t
     except ImportError as error:
         raise ConfigError(
             f"the package zstandard must be installed to read {name}, but is not; install it "
-            "(`pip install 'deepspeed_nmt[zstd]'`), or run `unzstd` on the file first"
+            "(`pip install zstandard`), or run `unzstd` on the file first"
         ) from error
     library = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
     return library.decompressobj, (zstandard.ZstdError,)

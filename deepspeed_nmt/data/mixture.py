@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.batching import Indices
@@ -104,13 +104,20 @@ class MixtureConfig(Config):
 
     temperature: float = Field(
         default=0.0,
-        ge=0.0,
         description="a corpus' share of the target tokens is its weight times its size to the power of "
-        "1/temperature: 1 is in proportion to the sizes; 0: the weights alone",
+        "1/temperature: 1 is in proportion to the sizes; 0: the weights alone; otherwise at least 0.1",
     )
     tag: Literal["source", "target"] = Field(
         default="source", description="side in front of which the tag of a corpus stands"
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_in_range(cls, temperature: float) -> float:
+        """Refuse powers that are out of the range of numbers."""
+        if temperature != 0.0 and not temperature >= 0.1:
+            raise ValueError(f"must be 0, or at least 0.1, but is {temperature:g}")
+        return temperature
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ def check_symbol(text: str) -> str:
         raise ValueError(f"must be texts without white space, but have {shown(text)}")
     if _SPECIAL.fullmatch(text) or SPACE in text:
         raise ValueError(f"must be other texts than those of special tokens, but have {shown(text)}; rename it")
+    if text == "none":
+        raise ValueError("must be other texts than none, which stands for no tag; rename it")
     return text
 
 

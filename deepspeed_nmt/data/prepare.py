@@ -7,6 +7,7 @@ into a hidden directory beside the result, renamed at the end.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from itertools import compress
@@ -85,9 +86,10 @@ def prepare(options: PrepareOptions) -> Meta:
             with staged(out) as staging:
                 return _fill(staging, options, given, sampling)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise DataError(
-            f"--out must be writable, but {out} could not be written ({error}), and is as it was before; free disk "
-            "space, or choose another --out"
+            f"--out must be writable, but {out} could not be written ({error.strerror or error}), and is as it was "
+            f"before; {'free disk space, or ' if full else ''}choose another --out"
         ) from error
 
 
@@ -170,9 +172,12 @@ def _copy_held_out(staging: Path, options: PrepareOptions) -> dict[str, tuple[In
         problems += [unaligned([(record.path, record.lines) for record in pair]) for pair in pairs]
     if found := [problem for problem in problems if problem is not None]:
         raise unaligned_error(found)
-    if sum(record.lines for record in records["valid.source"]) == 0:
+    for side, paths in zip(SIDES, options.paths("valid"), strict=True):
+        with (staging / f"valid.{side}").open("rb") as text:
+            if any(map(bytes.strip, text)):
+                continue
         raise DataError(
-            f"the validation set must have a sentence, but {', '.join(map(str, options.valid_source))} is empty; "
+            f"the validation set must have a sentence, but {', '.join(map(str, paths))} is empty; "
             "hold out some hundreds of sentence pairs of the training text"
         )
     return records

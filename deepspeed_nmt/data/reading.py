@@ -152,12 +152,14 @@ def _weights(lines: Sequence[bytes], name: str, first: int) -> npt.NDArray[np.fl
     with np.errstate(over="ignore"):
         values = np.array([float(line) if _NUMBER.fullmatch(line) else np.nan for line in lines], np.float64)
         weights = values.astype("<f4")
-    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights > 0)))  # also of numbers that fp32 cannot hold
+    wrong = np.flatnonzero(
+        ~(np.isfinite(weights) & (weights > 1e-37) & (weights < 1e38))
+    )  # also of numbers that fp32 cannot hold
     if len(wrong):
         text = shown(lines[wrong[0]].decode("utf-8", errors="replace"))
         raise DataError(
-            f"{name} must have one positive finite number as the weight of each pair, but line "
-            f"{first + int(wrong[0]):,} has {text}; correct it, and remove pairs that shall not count"
+            f"{name} must have one number between 1e-37 and 1e38 as the weight of each pair, but line "
+            f"{first + int(wrong[0]):,} has {text}; correct it, and remove pairs that should not count"
         )
     return weights
 

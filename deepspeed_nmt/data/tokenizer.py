@@ -99,8 +99,12 @@ class Tokenizer(ABC):
         """
         number = self.number(symbol, side) if symbol in self.symbols else None
         if number is None:
-            known = did_you_mean(symbol, self.symbols) if self.symbols else "; it has none, see prepare --symbols"
-            raise DataError(f"a tag must be a symbol of the {side}'s vocabulary, but {shown(symbol)} is none{known}")
+            known = (
+                did_you_mean(symbol, self.symbols) if self.symbols else "; it has no symbols, see prepare --symbols"
+            )
+            raise DataError(
+                f"a tag must be a symbol of the {side}'s vocabulary, but {shown(symbol)} is not one{known}"
+            )
         return number
 
     @abstractmethod

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.mixture import MixtureConfig, Phase, Stream, Weight
@@ -114,6 +115,11 @@ class CorpusRecord(Config):
     fingerprint: str
     weights: tuple[Weight, ...]
     tag: str | None = None
+
+    @property
+    def option(self) -> DataOption:
+        """The value of ``--data`` for this corpus."""
+        return DataOption(Path(self.path), self.weights, self.tag)
 
 
 class TrainingData:
@@ -237,6 +243,15 @@ class TrainingData:
                     f"{part.directory.text_form.form} and that of {main.path} is {main.text_form.form}; prepare them "
                     "alike"
                 )
+            if part.directory.text_form.contradicts(main.text_form) and not self._marks(part):
+                logger.warning(
+                    "%s is %s, but %s is %s, and no tag tells them apart; give one a tag, such as --data '%s@<2fr>'",
+                    part.directory.path,
+                    part.directory.text_form,
+                    main.path,
+                    main.text_form,
+                    part.directory.path,
+                )
         identity, count = Counter(part.identity for part in self.parts).most_common(1)[0]
         if count > 1:
             twice = [str(part.directory.path) for part in self.parts if part.identity == identity]
@@ -244,6 +259,11 @@ class TrainingData:
                 f"each --data must be another corpus or have another tag, but {' and '.join(twice)} are the same; "
                 "give it once, with a larger weight"
             )
+
+    def _marks(self, part: DataPart) -> bool:
+        """Return True if the tags of a corpus are not those of the first."""
+        first = self.parts[0]
+        return (part.tag, part.directory.tags) != (first.tag, first.directory.tags)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -282,8 +282,7 @@ def recorded_data(path: Path) -> TrainingData:
         DataError: if one is not where it was, or is incomplete.
     """
     record = DataRecord.read(path)
-    options = [DataOption(Path(each.path), each.weights, each.tag) for each in record.corpora]
-    options = options or [DataOption(Path(record.path))]
+    options = [each.option for each in record.corpora] or [DataOption(Path(record.path))]
     for option in options:
         if not option.path.is_dir():
             raise DataError(
@@ -297,6 +296,11 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     recorded = DataRecord.read(path)
     main = data.main
     if recorded.fingerprint != main.fingerprint:
+        if recorded.fingerprint in (part.directory.fingerprint for part in data.parts):
+            raise ConfigError(
+                f"the first --data must be that of {recorded.path}, which gives {path} its vocabulary and validation "
+                f"set, but is {main.path}; give that one first"
+            )
         raise DataError(
             f"{main.path} must hold the data that {path} began with (from {recorded.path}), but it has changed; "
             "restore it, or start a new run with another --run directory"

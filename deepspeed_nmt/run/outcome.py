@@ -86,8 +86,11 @@ class Outcome:
 
     @property
     def data(self) -> str | None:
-        """Data directory that the run was last trained on."""
-        return None if self._data_record is None else self._data_record.path
+        """Data that the run was last trained on: a directory, or those of a mixture, as `train --data` takes them."""
+        record = self._data_record
+        if record is None or not record.corpora:
+            return None if record is None else record.path
+        return " ".join(str(corpus.option) for corpus in record.corpora)
 
     @property
     def data_fingerprint(self) -> str | None:

@@ -130,8 +130,13 @@ def _with_mixture(job: Job, corpora: Corpora, progress: Progress) -> Progress:
         epochs = plan.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
         before = {data.parts[0].identity: round(epochs * len(alone))}
     phases = next_phase(progress.phases, data.phase(corpora, job.config.mixture, first), before)
-    if progress.update and len(phases) > len(progress.phases):
-        logger.warning("from update %s on the run has another mixture: %s", f"{first:,}", data)
+    if len(phases) > len(progress.phases):
+        mixture = job.config.mixture
+        how = f"{data}; temperature {mixture.temperature:g}, tags in front of {mixture.tag}s"
+        if progress.update:
+            logger.warning("from update %s on the run has another mixture: %s", f"{first:,}", how)
+        else:
+            logger.info("mixture: %s", how)
     return replace(progress, phases=phases)
 
 

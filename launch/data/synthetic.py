@@ -1,12 +1,13 @@
 """Checks and scores of launch/backtranslate.sh.
 
-    python launch/data/synthetic.py check --data DATA --run RUN [--score-run RUN] [--distill] [--tag S]
+    python launch/data/synthetic.py check --data DATA --run RUN --corpus DIR[=WEIGHT][@TAG] [--score-run RUN]
+        [--distill] [--tag S] [--filters F]
     python launch/data/synthetic.py score --run RUN --source F --target F --parts DIR [--workers N]
 
 `check` finds mistakes before hours of translation. It prints, one a line, digests of the model, of the model that
 scores and of the data directory, the tag if the models could translate to it, and then the options by which `prepare`
-makes a directory like DATA. `score` is for
-all ranks that a launcher or --workers starts: each writes the scores of its share of the text to files in DIR.
+makes a directory like DATA. `score` is for all ranks that a launcher or --workers starts: each writes the scores of
+its share of the text to files in DIR.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 
 from deepspeed_nmt.data.directory import DataDirectory
+from deepspeed_nmt.data.filters import PairFilters, read_filters
+from deepspeed_nmt.data.training import DataOption
 from deepspeed_nmt.errors import ConfigError, DataError, UserError, options_as_typed
 from deepspeed_nmt.files import atomic_write_bytes
 from deepspeed_nmt.parallel.launched import place
@@ -44,6 +47,8 @@ def check(arguments: argparse.Namespace) -> None:
             f"--data must be of text that is not segmented, because translations are not, but {data.path} is "
             "segmented; prepare it from plain text"
         )
+    DataOption.parse(arguments.corpus)
+    PairFilters(read_filters(arguments.filters), form)
     if arguments.tag:
         data.tokenizer().symbol("source", arguments.tag)
     reverse = form if arguments.distill else TextForm(form.form, form.target_lang, form.source_lang)
@@ -128,6 +133,8 @@ def main() -> int:
     checks.add_argument("--score-run", type=Path)
     checks.add_argument("--distill", action="store_true")
     checks.add_argument("--tag")
+    checks.add_argument("--filters", default="")
+    checks.add_argument("--corpus", required=True)
     scores = commands.add_parser("score")
     for name in ("run", "source", "target", "parts"):
         scores.add_argument(f"--{name}", type=Path, required=True)

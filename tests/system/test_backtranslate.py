@@ -85,7 +85,7 @@ def interrupted(words: list[str], log: Path, ready: Callable[[], bool], signal_n
 def test_it_resumes_in_each_step_and_skips_what_is_finished(
     trained: Path, tagged: Path, texts: list[Path], tmp_path: Path
 ) -> None:
-    out, whole, log = tmp_path / "out", tmp_path / "whole", tmp_path / "log"
+    out, whole, log = tmp_path / "out", tmp_path / "as a whole", tmp_path / "log"
     # The run that scores has another vocabulary than DATA, too.
     words = ["--run", trained, "--score-run", trained, "--text", *texts, "--data", tagged, "--cpu"]
     sampling = ["--", "--search", "sampling", "--max-tokens", "64"]
@@ -140,11 +140,21 @@ def test_mistakes_are_named_before_anything_is_translated(
 ) -> None:
     words = ["--run", trained, "--text", *texts, "--out", tmp_path / "out", "--cpu"]
     assert "--data must be the data directory" in run(*words, status=2)
-    assert "a tag must be a symbol of the source's vocabulary, but '<bt>' is none; it has none, see" in run(
+    assert "a tag must be a symbol of the source's vocabulary, but '<bt>' is not one; it has no symbols, see" in run(
         *words, "--data", data, status=2
     )
     assert "--score-run needs the smallest score" in run(*words, "--data", data, "--score-run", trained, status=2)
     assert "--nbest cannot come after --" in run(*words, "--data", data, "--", "--nbest", "2", status=2)
+    assert "--filters must name known filters, but has 'wbe'" in run(
+        *words, "--data", tagged, "--filters", "wbe", status=2
+    )
+    assert "a weight of --data must be a number above 0" in run(*words, "--data", tagged, "--weight", "0", status=2)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/text").write_text("mine\n")
+    assert "--out must be new or" in run(
+        "--run", trained, "--text", *texts, "--data", tagged, "--out", tmp_path / "mine", status=2
+    )
+    assert not (tmp_path / "out").exists() and (tmp_path / "mine/text").read_text() == "mine\n"
     (tmp_path / "empty").write_text(" \n")
     empty = ["--text", tmp_path / "empty", "--data", tagged, "--out", tmp_path / "other", "--run", trained]
     assert "--text must have a sentence, but" in run(*empty, status=2)

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.run.manifest import DataRecord
+from deepspeed_nmt.run.outcome import Outcome
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import run_ranks
 from tests.system.conftest import SMALL
@@ -74,7 +75,13 @@ def test_a_mixture_is_trained_on_recorded_and_changed_on_resume(
     assert train(run, str(data), f"{second}=0.5", "training.max_updates=16") == 0
     before, after = checkpoint(run, 16).progress.phases
     assert (before.first, after.first) == (1, 13) and after.streams[1].start > 60
-    assert "from update 13 on the run has another mixture" in (run / "logs/rank-0.log").read_text()
+    log = (run / "logs/rank-0.log").read_text()
+    assert f"mixture: {data}, {second}=3:1-8,1:9-; temperature 0, tags in front of sources" in log
+    assert f"from update 13 on the run has another mixture: {data}, {second}=0.5" in log
+    assert Outcome.read(run).data == f"{data} {second}=0.5"
+    capsys.readouterr()
+    assert train(run, str(second), str(data)) == 2
+    assert f"the first --data must be that of {data}" in capsys.readouterr().err
     assert logged(run, "data/small/share")[16] == pytest.approx(1 / 3, abs=0.1)
 
 

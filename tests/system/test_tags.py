@@ -99,7 +99,7 @@ def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.Cap
     words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
     assert main([*words, str(tmp_path / "out"), "--tag", "<2xx>"]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
-    assert "a tag must be a symbol of the source's vocabulary, but '<2xx>' is none; did you mean '<2de>'?" in error
+    assert "a tag must be a symbol of the source's vocabulary, but '<2xx>' is not one; did you mean '<2de>'?" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -18,7 +18,10 @@ PREPARE += [f"--{split}-{side}=text" for split in ("train", "valid") for side in
     [
         ("", "arguments must not be empty, but one is; is a variable of the shell unset?"),
         ("--init-from=", "arguments must not be empty"),
-        ("--init-from=--", "argument --init-from: expected one argument"),
+        (
+            "--init-from=--",
+            "--init-from must have a value, but has none; one that begins with - is given as --init-from=VALUE",
+        ),
     ],
 )
 def test_words_that_are_refused(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
         ("--symbols |a b|", "--symbols must be texts without white space, but have 'a b'"),
         ("--tag-source <bt>", "--tag-source must be one of --symbols, which are none, but is '<bt>'; add it"),
         ("--symbols <a> --tag-target <b>", "--tag-target must be one of --symbols, which are <a>, but is '<b>'"),
-        ("--vocab-from {data} --tag-source <b>", "must be a symbol of the source's vocabulary, but '<b>' is none"),
+        ("--vocab-from {data} --tag-source <b>", "must be a symbol of the source's vocabulary, but '<b>' is not one"),
         ("--vocab-from {data} --symbols <a>", "--vocab-from brings its own vocabulary; leave out --symbols"),
         ("--vocab-from {data} --byte-fallback", "--vocab-from brings its own vocabulary; leave out --byte-fallback"),
         (

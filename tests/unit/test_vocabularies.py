@@ -69,12 +69,12 @@ def test_symbols_are_single_tokens_that_survive() -> None:
 def test_an_unknown_tag_names_the_known_ones() -> None:
     tokenizer = train_subwords(ENGLISH, 60, symbols=("<2de>", "<2fr>", "<bt>"))
     with pytest.raises(
-        DataError, match=r"a tag must be a symbol of the source's vocabulary, but '<xy>' is none.*<2fr>"
+        DataError, match=r"a tag must be a symbol of the source's vocabulary, but '<xy>' is not one.*<2fr>"
     ):
         tokenizer.symbol("source", "<xy>")
-    with pytest.raises(DataError, match=r"but '▁the' is none"):  # a token, but not the user's
+    with pytest.raises(DataError, match=r"but '▁the' is not one"):  # a token, but not the user's
         tokenizer.symbol("source", "▁the")
-    with pytest.raises(DataError, match="is none; it has none, see prepare --symbols"):
+    with pytest.raises(DataError, match="is not one; it has no symbols, see prepare --symbols"):
         train_subwords(ENGLISH, 60).symbol("target", "<bt>")
 
 

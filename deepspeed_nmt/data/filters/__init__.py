@@ -105,6 +105,10 @@ def _validated(name: str, settings: Any) -> FilterConfig:
 
 
 def _class_of(name: str) -> type[FilterConfig]:
+    if name in PRESETS:
+        raise ConfigError(
+            f"{name} is a preset of --filters and has no value; give {name}, and NAME=VALUE for a filter"
+        )
     if name not in FILTERS:
         known = [*PRESETS, *FILTERS]
         raise ConfigError(f"--filters must name known filters, but has {shown(name)}{did_you_mean(name, known)}")
