@@ -1,0 +1,428 @@
+"""The page of a run: what its directory says of it, as far as it can be read.
+
+A run may be trained right now, may be of an older version, or may have lost files. What is missing is left out; only a
+directory without readable settings is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deepspeed_nmt import __version__
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.data.directory import META_FILE, Meta
+from deepspeed_nmt.errors import UserError, counted
+from deepspeed_nmt.evaluate.curves import HOURS, METRICS_FILE, SOURCE_RELIANCE, TOKENS
+from deepspeed_nmt.evaluate.metrics import METRICS, is_higher_better, validation_tag
+from deepspeed_nmt.evaluate.page.content import Best, Content, State, Status, Table, Tile
+from deepspeed_nmt.evaluate.page.events import ENDINGS, STARTS, Events, read_events
+from deepspeed_nmt.evaluate.page.log import RunLog
+from deepspeed_nmt.evaluate.page.texts import VALIDATION, TextSet, read_texts
+from deepspeed_nmt.evaluate.table import cell, setting
+from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.manifest import read_record
+from deepspeed_nmt.recipes import recipes
+from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS, ORIGIN_FILE
+from deepspeed_nmt.run.manifest import DataRecord
+from deepspeed_nmt.run.outcome import Outcome
+from deepspeed_nmt.run.plans import Plans
+from deepspeed_nmt.run.scores import recorded_scores
+from deepspeed_nmt.train.collapse import NLL
+
+_SILENT_S = 1800.0
+"""Seconds without a sign of life after which a run no longer counts as running: longer than a validation."""
+_RESOLVED_FILE = "resolved.json"
+
+
+class RunPage:
+    """A run directory, read for its page.
+
+    Args:
+        path: run directory.
+        recipe: name of the recipe that settings are compared with; None for that of the command that started the run,
+            or else the one that differs least.
+
+    Raises:
+        ConfigError: if it is no run directory, its settings cannot be read, or there is no such recipe.
+    """
+
+    def __init__(self, path: Path, recipe: str | None = None) -> None:
+        self.path = path
+        self.outcome = Outcome.read(path)
+        self.config = self.outcome.config
+        self.log = RunLog.read(path)
+        self.events: Events = read_events(path)
+        self.best = self._best()
+        self.texts: list[TextSet] = read_texts(path, self.best.update if self.best else 0)
+        self._environment = _json_file(path / ENVIRONMENT_FILE)
+        self._recipe, self._recipe_settings, self._guessed = self._compared(recipe)
+
+    @cached_property
+    def content(self) -> Content:
+        """The run in words."""
+        update, last = self._update, self.config.training.max_updates
+        status = self.status()
+        finished = self.outcome.is_finished
+        return Content(
+            name=resolved(self.path).name or str(self.path),
+            subtitle=self._subtitle(),
+            status=status,
+            share=1.0 if finished else min(1.0, update / last),
+            tiles=self._tiles(),
+            settings=self._settings(),
+            data=self._data(),
+            environment=self._environments(),
+            restarts=self._restarts(),
+            validation=self._validation(),
+            best=self.best,
+            threshold=self.config.collapse.threshold,
+            guessing=self._guessing,
+            made_by=__version__,
+        )
+
+    def status(self, now: float | None = None) -> Status:
+        """Return the state of training.
+
+        Args:
+            now: time in seconds since the epoch; None for the present.
+        """
+        turns = self.events.of(*STARTS, *ENDINGS)
+        last = turns[-1] if turns else None
+        seen = self._last_seen
+        update, most = self._update, self.config.training.max_updates
+        made = f"{update:,} of {most:,} updates"
+        state: State
+        if self.outcome.is_finished or (last is not None and last.kind == "end"):
+            early = update < most and self.config.training.patience
+            state, words = "finished", f"{made}; stopped early, without a better validation" if early else made
+        elif last is not None and last.kind == "failure":
+            state, words = "failed", f"{made}. {last.text}"
+        elif last is not None and last.kind == "stop":
+            state, words = "stopped", f"{made}; the same command resumes it"
+        elif seen is not None and (now or time.time()) - seen < _SILENT_S:
+            state, words = "running", f"{made} when this page was made"
+        elif update == 0:
+            state, words = "new", "nothing is logged yet"
+        else:
+            since = "" if seen is None else f" since {datetime.fromtimestamp(seen):%Y-%m-%d %H:%M}"
+            state, words = "silent", f"{made}; nothing was written{since}: it was killed, or waits in a queue"
+        if trouble := self._collapsed():
+            after = "" if state == "failed" and "the decoder" in words else f" ({state}: {words})"
+            return Status("collapsed", f"{trouble}{after}")
+        return Status(state, words)
+
+    @property
+    def _update(self) -> int:
+        return max(self.log.update, self.outcome.updates)
+
+    @property
+    def _last_seen(self) -> float | None:
+        """Time of the last sign of life, in seconds since the epoch."""
+        found = []
+        for file in (self.path / METRICS_FILE, self.path / LOGS / "rank-0.log"):
+            with suppress(OSError):
+                found.append(file.stat().st_mtime)
+        return max(found, default=None)
+
+    @cached_property
+    def _data_record(self) -> DataRecord | None:
+        with suppress(UserError):
+            return DataRecord.read(self.path)
+        return None
+
+    @cached_property
+    def _metas(self) -> dict[str, Meta]:
+        """Descriptions of the run's data directories that can be reached, by path; the main one first."""
+        record = self._data_record
+        if record is None:
+            return {}
+        found = {}
+        for path in dict.fromkeys([record.path, *(each.path for each in record.corpora)]):
+            with suppress(OSError, ValueError, ValidationError, UserError):
+                found[path] = Meta.model_validate_json(read_record(Path(path) / META_FILE)[0])
+        return found
+
+    @property
+    def _guessing(self) -> float | None:
+        """Loss of guessing, in nats a token."""
+        sizes = [meta.vocabulary_size for meta in self._metas.values()]
+        return math.log(sizes[0]) if sizes and sizes[0] > 0 else None
+
+    def _collapsed(self) -> str:
+        """Return the reason why the decoder counts as collapsed, as the monitor judges; "" if it does not."""
+        collapse = self.config.collapse
+        grace = collapse.grace or 2 * self.config.schedule.warmup_updates
+        reliance, loss = self.log.series(SOURCE_RELIANCE), self.log.series(NLL)
+        last = list(zip(reliance.updates, reliance.values, strict=True))[-collapse.patience :]
+        if len(last) < collapse.patience or last[0][0] <= grace:
+            return ""
+        low = all(value < collapse.threshold for _, value in last)
+        if low:
+            return (
+                f"the decoder ignores its source: source reliance is {last[-1][1]:.3f} nats a token, below "
+                f"{collapse.threshold:g} in the last {counted(len(last), 'measurements')}"
+            )
+        guessing = self._guessing
+        if guessing is not None and all(value > guessing for value in loss.values[-collapse.patience :]):
+            return (
+                f"the decoder predicts worse than guessing: its loss is {loss.values[-1]:.2f} nats a token without "
+                f"dropout, and that of guessing {guessing:.2f}"
+            )
+        return ""
+
+    def _best(self) -> Best | None:
+        progress = self.outcome.progress
+        if progress is not None and progress.best_update:
+            tag = progress.best_by or self._measure()
+            series = self.log.series(tag)
+            values = dict(zip(series.updates, series.values, strict=True))
+            value = values.get(progress.best_update)
+            if value is None and progress.best_score is not None:
+                value = abs(progress.best_score)
+            return Best(progress.best_update, tag, value)
+        tag = self._measure()
+        found = self.log.series(tag).best(higher_is_better=is_higher_better(tag.removeprefix("valid/")))
+        return None if found is None else Best(found[0], tag, found[1])
+
+    def _measure(self) -> str:
+        """Return the tag of the value that chooses the best checkpoint, as far as the settings tell."""
+        by = self.config.validation.best_by
+        if by != "auto":
+            return validation_tag(by)
+        found = [validation_tag(name) for name in METRICS if self.log.series(validation_tag(name))]
+        return found[0] if found else validation_tag("loss")
+
+    def _compared(self, recipe: str | None) -> tuple[str, Mapping[str, object], bool]:
+        """Return name and settings of the recipe to compare with, and True if nothing names it."""
+        own = self.config.flat()
+        if recipe is None:
+            words = [str(word) for word in _list(self._environment.get("command"))]
+            given = [after for word, after in zip(words, words[1:], strict=False) if word == "--recipe"]
+            given += [word.removeprefix("--recipe=") for word in words if word.startswith("--recipe=")]
+            recipe = next((name for name in given if name in recipes()), None)
+        if recipe is not None:
+            return recipe, load_config(recipe).flat(), False
+        flat = {name: load_config(name).flat() for name in recipes()}
+        nearest = min(flat, key=lambda name: (len(_differing(own, flat[name])), name))
+        return nearest, flat[nearest], True
+
+    def _subtitle(self) -> str:
+        parts = [f"{'near the recipe' if self._guessed else 'recipe'} {self._recipe}"]
+        model = self.config.flat()
+        layers = [model.get(f"model.{side}_layers") for side in ("encoder", "decoder")]
+        if all(isinstance(each, int) for each in layers):
+            parts.append(f"{layers[0]} + {layers[1]} layers")
+        if (count := self.outcome.parameters(Plans())) is not None:
+            parts.append(f"{count:,} parameters")
+        pairs = [meta.splits["train"].pairs for meta in self._metas.values() if "train" in meta.splits]
+        if pairs:
+            parts.append(f"{sum(pairs):,} sentence pairs")
+        text = self._data_record.text if self._data_record is not None else None
+        if text is not None and text.source_lang and text.target_lang:
+            parts.append(f"{text.source_lang} to {text.target_lang}")
+        return " · ".join(parts)
+
+    def _tiles(self) -> list[Tile]:
+        update, log = self._update, self.log
+        tiles = [Tile("updates", f"{update:,}", f"of {self.config.training.max_updates:,}")]
+        if self.best is not None:
+            name = self.best.tag.removeprefix("valid/")
+            tiles.append(Tile(f"best {name}", cell(self.best.value, 2), f"at update {self.best.update:,}"))
+        for tag, label, digits in (("valid/loss", "validation loss", 3), ("train/ppl", "training perplexity", 2)):
+            if (value := log.last(tag)) is not None:
+                tiles.append(Tile(label, cell(value, digits), "last"))
+        if (value := log.last(SOURCE_RELIANCE)) is not None:
+            tiles.append(Tile("source reliance", cell(value, 2), f"threshold {self.config.collapse.threshold:g}"))
+        if (tokens := log.last(TOKENS)) is not None:
+            tiles.append(Tile("target tokens", _short(tokens)))
+        if (hours := log.last(HOURS)) is not None:
+            tiles.append(Tile("time in updates", f"{hours:.1f} h" if hours >= 1.0 else f"{60 * hours:.0f} min"))
+        if speeds := sorted(log.series("perf/target_tokens_per_s").finite):
+            tiles.append(Tile("speed", _short(speeds[len(speeds) // 2]), "target tokens a second"))
+        for kind, label in (("skip", "skipped updates"), ("spike", "spikes"), ("rollback", "rollbacks")):
+            count = len(self.events.of(kind)) or int(log.last(f"train/{_PLURAL[kind]}") or 0)
+            if count:
+                tiles.append(Tile(label, f"{count:,}"))
+        if starts := len(self.events.of(*STARTS)):
+            tiles.append(Tile("starts", f"{starts:,}"))
+        return tiles
+
+    def _settings(self) -> list[Table]:
+        own, other = self.config.flat(), self._recipe_settings
+        changed = _differing(own, other)
+        rows = [[key, _setting(own, key), _setting(other, key)] for key in changed]
+        same = [[key, setting(own[key])] for key in own if key not in changed]
+        note = (
+            "No command is recorded that names a recipe; this is the one that differs least." if self._guessed else ""
+        )
+        title = f"Differences from the recipe {self._recipe}"
+        tables = [Table(title, ["setting", "this run", "recipe"], rows, note=note)] if rows else []
+        return [*tables, Table("Settings as in the recipe", ["setting", "value"], same, folded=True)]
+
+    def _data(self) -> list[Table]:
+        record = self._data_record
+        if record is None:
+            return []
+        weights = {each.path: each for each in record.corpora}
+        rows, removed, inputs = [], [], []
+        for path in dict.fromkeys([record.path, *weights]):
+            meta, corpus = self._metas.get(path), weights.get(path)
+            train = None if meta is None else meta.splits.get("train")
+            valid = None if meta is None else meta.splits.get("valid")
+            rows.append(
+                [
+                    path,
+                    cell(train.pairs if train else None),
+                    cell(train.source.tokens if train else None),
+                    cell(train.target.tokens if train else None),
+                    cell(valid.pairs if valid else None),
+                    cell(meta.vocabulary_size if meta else None),
+                    "-" if corpus is None else ", ".join(f"{each.weight:g}" for each in corpus.weights),
+                    (record.fingerprint if corpus is None else corpus.fingerprint)[:12],
+                ]
+            )
+            if meta is None:
+                continue
+            removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
+            inputs += [
+                [name, f"{each.lines:,}", each.sha256[:12], each.path]
+                for name, files in meta.inputs.items()
+                for each in files
+            ]
+        head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
+        note = "" if self._metas else "The data directory cannot be reached from here."
+        tables = [Table("Corpora", [*head, "fingerprint"], rows, note=note)]
+        if removed:
+            tables.append(Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed))
+        if inputs:
+            tables.append(Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True))
+        return tables
+
+    def _environments(self) -> list[Table]:
+        found, resolved_settings = self._environment, _json_file(self.path / _RESOLVED_FILE)
+        rows = [
+            [key, _words(found[key])] for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in found
+        ]
+        rows += [[key, _words(value)] for key, value in _mapping(found.get("slurm")).items()]
+        rows += [[key, _words(found[key])] for key in ("python", "platform") if key in found]
+        rows += [[key.replace("_", " "), _words(value)] for key, value in resolved_settings.items() if value is not None]
+        if origin := _json_file(self.path / ORIGIN_FILE):
+            rows += [[f"origin: {key}", _words(value)] for key, value in origin.items()]
+        tables = [Table("The last start", ["what", "value"], rows)] if rows else []
+        packages = [[name, _words(value)] for name, value in _mapping(found.get("packages")).items() if value]
+        if packages:
+            tables.append(Table("Packages", ["package", "version"], packages, folded=True))
+        if command := _list(found.get("command")):
+            words = [Path(str(command[0])).name, *map(str, command[1:])]
+            tables.append(Table("Command of the last start", ["word", "argument"], _arguments(words), folded=True))
+        return tables
+
+    def _restarts(self) -> list[Table]:
+        rows = []
+        for number, event in enumerate(self.events.of(*STARTS), 1):
+            more = ", ".join(f"{key} {_words(value)}" for key, value in event.more.items())
+            at = "-" if event.update is None else f"{event.update:,}"
+            rows.append([f"{number}", event.shown_time, at, more, event.text])
+        if not rows:
+            return []
+        return [Table("Starts", ["start", "time", "after update", "on", "text"], rows, folded=len(rows) > 12)]
+
+    def _validation(self) -> list[Table]:
+        rows = []
+        for tag in self.log.tags:
+            name = tag.removeprefix("valid/")
+            measure = name.rpartition("/")[2]
+            if name == tag or measure in ("nll", "ppl"):
+                continue
+            series = self.log.series(tag)
+            best = series.best(higher_is_better=self._is_higher_better(tag))
+            at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
+            rows.append([name, cell(series.last), value, at, self._signature(name)])
+        head = ["measure", "last", "best", "at update", "signature"]
+        if not any(row[-1] for row in rows):
+            head, rows = head[:-1], [row[:-1] for row in rows]
+        tables = [Table("Measures", head, rows)] if rows else []
+        scores = [
+            [each.text, each.metric, f"{each.value:.2f}", f"{each.lines:,}", each.checkpoint, each.signature]
+            for each in recorded_scores(self.path)
+        ]
+        if scores:
+            head = ["test set", "metric", "score", "lines", "checkpoint", "signature"]
+            tables.append(Table("Test scores", head, scores))
+        return tables
+
+    def _is_higher_better(self, tag: str) -> bool:
+        """Return the direction of a value of validation: that of the best one where it is not a known metric."""
+        name = tag.removeprefix("valid/")
+        return is_higher_better(name) or name.rpartition("/")[2] not in ("loss", *METRICS)
+
+    def _signature(self, name: str) -> str:
+        of, _, metric = name.rpartition("/")
+        found = _json_file(self.path / VALIDATION / (of or "main") / "signatures.json").get(metric)
+        return found if isinstance(found, str) else ""
+
+
+_PLURAL = {"skip": "skipped", "spike": "spikes", "rollback": "rollbacks"}
+"""Tags of counts by kind of event."""
+
+
+def _differing(own: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    return [key for key in dict.fromkeys([*own, *other]) if own.get(key) != other.get(key)]
+
+
+def _setting(settings: Mapping[str, object], key: str) -> str:
+    return setting(settings[key]) if key in settings else "-"
+
+
+def _arguments(words: Sequence[str]) -> list[list[str]]:
+    """Return the words of a command as rows, an option with its value."""
+    rows: list[list[str]] = []
+    for word in words:
+        if rows and not word.startswith("-") and "=" not in word and rows[-1][1].startswith("-"):
+            rows[-1][1] += f" {word}"
+        else:
+            rows.append([f"{len(rows) + 1}", word])
+    return rows
+
+
+def _short(number: float) -> str:
+    """Return a number of at most four digits with its unit: 12.3 k, 4.56 M."""
+    for factor, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if number >= factor:
+            scaled = number / min(factor, 1e3) if unit == " k" else number / factor
+            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:,.0f}{unit}"
+    return f"{number:,.0f}"
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_words, value)) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_words(each)}" for key, each in value.items())
+    return "-" if value is None else str(value)
+
+
+def _json_file(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if it cannot be read."""
+    with suppress(OSError, ValueError):
+        content = parse_json(file.read_bytes())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
