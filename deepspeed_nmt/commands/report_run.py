@@ -61,7 +61,9 @@ def _check_out(out: Path) -> None:
     from deepspeed_nmt.errors import ConfigError
 
     if out.is_dir():
-        raise ConfigError(f"--out must be a file, but {out} is a directory; give a name in it, such as {out}/page.html")
+        raise ConfigError(
+            f"--out must be a file, but {out} is a directory; give a name in it, such as {out}/page.html"
+        )
     if not out.parent.is_dir():
         raise ConfigError(f"--out must be in a directory that exists, but {out.parent} does not; make it first")
     if out.suffix.lower() not in SUFFIXES:

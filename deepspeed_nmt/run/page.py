@@ -1,7 +1,7 @@
 """The page of a run: what its directory says of it, as far as it can be read.
 
-A run may be trained right now, may be of an older version, or may have lost files. What is missing is left out; only a
-directory without readable settings is refused.
+A run may be trained right now, may be of an older version, or may have lost files. What is missing is left out; only
+a directory without readable settings is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ class RunPage:
         own = self.config.flat()
         if recipe is None:
             words = [str(word) for word in _list(self._environment.get("command"))]
-            given = [after for word, after in zip(words, words[1:], strict=False) if word == "--recipe"]
+            given = [after for word, after in pairwise(words) if word == "--recipe"]
             given += [word.removeprefix("--recipe=") for word in words if word.startswith("--recipe=")]
             recipe = next((name for name in given if name in recipes()), None)
         if recipe is not None:
@@ -241,7 +242,7 @@ class RunPage:
             if (value := log.last(tag)) is not None:
                 tiles.append(Tile(label, cell(value, digits), "last"))
         if (value := log.last(SOURCE_RELIANCE)) is not None:
-            tiles.append(Tile("source reliance", cell(value, 2), f"threshold {self.config.collapse.threshold:g}"))
+            tiles.append(Tile("source reliance", cell(value), f"threshold {self.config.collapse.threshold:g}"))
         if (tokens := log.last(TOKENS)) is not None:
             tiles.append(Tile("target tokens", _short(tokens)))
         if (hours := log.last(HOURS)) is not None:
@@ -286,7 +287,7 @@ class RunPage:
                     cell(train.target.tokens if train else None),
                     cell(valid.pairs if valid else None),
                     cell(meta.vocabulary_size if meta else None),
-                    "-" if corpus is None else ", ".join(f"{each.weight:g}" for each in corpus.weights),
+                    "-" if corpus is None else ", ".join(f"{each.value:g}" for each in corpus.weights),
                     (record.fingerprint if corpus is None else corpus.fingerprint)[:12],
                 ]
             )
@@ -314,7 +315,9 @@ class RunPage:
         ]
         rows += [[key, _words(value)] for key, value in _mapping(found.get("slurm")).items()]
         rows += [[key, _words(found[key])] for key in ("python", "platform") if key in found]
-        rows += [[key.replace("_", " "), _words(value)] for key, value in resolved_settings.items() if value is not None]
+        rows += [
+            [key.replace("_", " "), _words(value)] for key, value in resolved_settings.items() if value is not None
+        ]
         if origin := _json_file(self.path / ORIGIN_FILE):
             rows += [[f"origin: {key}", _words(value)] for key, value in origin.items()]
         tables = [Table("The last start", ["what", "value"], rows)] if rows else []

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -192,5 +193,9 @@ def _samples(texts: TextSet) -> Mapping[str, Any]:
 
 def _shown(sentence: Sentence) -> Sentence:
     """Return a sentence with texts of the length that the page shows."""
-    texts = map(shortened, (sentence.source, sentence.reference, sentence.translation))
-    return Sentence(sentence.number, *texts, sentence.chrf)
+    return replace(
+        sentence,
+        source=shortened(sentence.source),
+        reference=shortened(sentence.reference),
+        translation=shortened(sentence.translation),
+    )

@@ -1,7 +1,6 @@
 """Events of a run: starts, skipped updates, spikes, rollbacks, warnings of collapse, ends.
 
-They stand in ``events.jsonl``. For runs of older versions, which have no such file, they are read from the log of rank
-0.
+They stand in ``events.jsonl``. Runs of older versions have no such file; their events are read from the log of rank 0.
 """
 
 from __future__ import annotations
@@ -107,7 +106,10 @@ _PATTERNS = (
     ("resume", re.compile(r"resuming after update (?P<update>\d+) \(")),
     ("skip", re.compile(r"update (?P<update>\d+) skipped: ")),
     ("spike", re.compile(r"update (?P<update>\d+): its loss of ")),
-    ("rollback", re.compile(r"\d+ updates in a row skipped: rolling back from update (?P<update>\d+) to (?P<to>\d+),")),
+    (
+        "rollback",
+        re.compile(r"\d+ updates in a row skipped: rolling back from update (?P<update>\d+) to (?P<to>\d+),"),
+    ),
     ("collapse", re.compile(r"(?:stopped: )?update (?P<update>\d+): the decoder (?:ignores|predicts worse)")),
     ("stop", re.compile(r"stopped by \S+ after update (?P<update>\d+);")),
     ("end", re.compile(r"done: (?P<update>\d+) updates, ")),
@@ -123,10 +125,9 @@ def _logged(lines: Iterable[str]) -> Iterator[Event]:
         if found is None:
             continue
         time, text = found[1].replace(" ", "T"), found[3]
-        for kind, pattern in _PATTERNS:
-            if match := pattern.match(text):
-                break
-        else:
+        matches = ((kind, pattern.match(text)) for kind, pattern in _PATTERNS)
+        kind, match = next((pair for pair in matches if pair[1] is not None), ("", None))
+        if match is None:
             continue
         named = match.groupdict()
         more = {key: named[key] for key in ("host", "job") if named.get(key)}

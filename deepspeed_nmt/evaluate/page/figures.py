@@ -21,7 +21,7 @@ _LOSSES = ("loss", "nll", "ppl")
 _LAYER = re.compile(r"(.*?)(\d+)$")
 _SHOWN_ELSEWHERE = re.compile(
     r"train/(ppl|target_tokens|skipped|spikes|rollbacks)|perf/hours|collapse/seconds|valid/(.*/)?(nll|ppl)"
-    r"|data/.*/(epochs|target_tokens)"
+    r"|data/.*/(epochs|target_tokens)|collapse/cross_share/.*|norm/.*"
 )
 """Tags without a curve: another curve, a mark or a table says the same."""
 _MAX_OTHERS = 16
@@ -91,7 +91,9 @@ def heat_maps(log: RunLog) -> list[Figure]:
     groups = dict.fromkeys(tag.split("/")[1] for tag in log.tags if re.fullmatch(r"norm/[^/]+/.+", tag))
     for group in groups:
         title = f"Norm of the {group} by layer"
-        caption = "Logarithmic colours. A layer far from its neighbours, or one that changes at once, is worth a look."
+        caption = (
+            "Logarithmic colours. A layer far from its neighbours, or one that changes at once, is worth a look."
+        )
         drawn.append(_heat_map(log, f"norm-{group}", title, f"norm/{group}/", caption, log_scale=True))
     return [figure for figure in drawn if figure is not None]
 
@@ -180,7 +182,7 @@ def _smallest(series: Series) -> float:
 def _line(tag: str, series: Series) -> Trace:
     """Return the curve of a tag; few values have markers, too."""
     thin = series.thinned()
-    few = len(thin) <= 60
+    few = len(thin) <= 25
     hover = "%{y:.5g}<extra>" + plain(tag) + "</extra>"
     return {
         "type": "scatter",
@@ -217,6 +219,7 @@ def _metrics(log: RunLog) -> Iterator[Figure | None]:
         if name in _LOSSES:
             continue
         tags = [tag for tag in log.tags if tag.startswith("valid/") and tag.rpartition("/")[2] == name]
+        tags.sort(key=lambda tag: tag.count("/"))  # the main set first
         title = titles.get(name, name)
         better = " Lower is better." if name == "ter" else ""
         yield _curves(log, f"metric-{name}", title, "", tags, f"Of the translated validation sets.{better}")
@@ -225,8 +228,8 @@ def _metrics(log: RunLog) -> Iterator[Figure | None]:
 def _reliance(log: RunLog, content: Content) -> Figure | None:
     """Return source reliance with its threshold, the band below it shaded."""
     caption = (
-        "Rise of the loss, in nats per target token, when sources are shuffled among sentences. Below the dashed line "
-        f"({content.threshold:g}) the decoder is a language model that ignores its source."
+        "Rise of the loss, in nats per target token, when sources are shuffled among sentences. Below the dashed "
+        f"line ({content.threshold:g}) the decoder is a language model that ignores its source."
     )
     figure = _curves(log, "reliance", "Source reliance", "nats per target token", [SOURCE_RELIANCE], caption)
     if figure is None:
@@ -252,14 +255,18 @@ def _slice_loss(log: RunLog, content: Content) -> Figure | None:
     guessing = content.guessing
     if guessing is not None:
         caption += f" Guessing has {guessing:.2f}."
-    figure = _curves(log, "slice-loss", "Loss on the monitor's slice", "nats per target token", ["collapse/nll"], caption)
+    figure = _curves(
+        log, "slice-loss", "Loss on the monitor's slice", "nats per target token", ["collapse/nll"], caption
+    )
     if figure is None or guessing is None:
         return figure
     line = {
         "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": guessing, "y1": guessing,
         "line": {"color": _RED, "dash": "dash", "width": 1.2},
     }  # fmt: skip
-    return replace(figure, layout={**figure.layout, "shapes": [line]})
+    most = max(guessing, _largest(log.series("collapse/nll")))
+    axis = {**figure.layout["yaxis"], "range": [0.0, 1.08 * most]}
+    return replace(figure, layout={**figure.layout, "yaxis": axis, "shapes": [line]})
 
 
 def _loss_scale(log: RunLog) -> Figure | None:
@@ -286,14 +293,12 @@ def _mixtures(log: RunLog) -> Iterator[Figure | None]:
 
 def _others(log: RunLog, used: set[object]) -> list[Figure]:
     """Return a figure for each tag that no other figure shows, such as those of regularizers."""
-    layers = ("collapse/cross_share/", "norm/")
-    rest = [
-        tag for tag in log.tags if tag not in used and not _SHOWN_ELSEWHERE.fullmatch(tag) and not tag.startswith(layers)
-    ]
+    rest = [tag for tag in log.tags if tag not in used and not _SHOWN_ELSEWHERE.fullmatch(tag)]
     if set(log.series("train/loss_scale").finite) <= {1.0}:
         rest = [tag for tag in rest if tag != "train/loss_scale"]
     found = (
-        _curves(log, f"other-{number}", tag, "", [tag], "As logged under this tag.") for number, tag in enumerate(rest)
+        _curves(log, f"other-{number}", tag, "", [tag], "As logged under this tag.")
+        for number, tag in enumerate(rest)
     )
     return [figure for figure in found if figure is not None][:_MAX_OTHERS]
 
@@ -342,4 +347,6 @@ def _layer_order(row: str) -> tuple[str, int]:
 def _row_name(row: str) -> str:
     """Return the words for the row of a layer: ``layer_03`` is layer 3."""
     found = _LAYER.fullmatch(row)
-    return f"{found[1].replace('_', ' ').replace('/', ' ').strip()} {int(found[2])}" if found else row.replace("_", " ")
+    return (
+        f"{found[1].replace('_', ' ').replace('/', ' ').strip()} {int(found[2])}" if found else row.replace("_", " ")
+    )

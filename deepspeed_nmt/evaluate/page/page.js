@@ -68,11 +68,12 @@
   const addMarks = (figure, data, layout) => {
     if (!marked || !figure.timeline || !marks.length || figure.data[0].type === "heatmap") return;
     layout.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
-    for (const { kind, updates, texts } of marks) {
+    for (const [level, { kind, updates, texts }] of marks.entries()) {
       const look = MARKS[kind];
       const x = updates.map(place);
+      const height = 0.035 + 0.055 * level; // so that two events of one update are both seen
       data.push({
-        type: "scatter", mode: "markers", name: look.words, showlegend: false, x, y: x.map(() => 0.035), yaxis: "y2",
+        type: "scatter", mode: "markers", name: look.words, showlegend: false, x, y: x.map(() => height), yaxis: "y2",
         marker: { symbol: look.symbol, color: look.colour, size: 8, line: { width: 1, color: colour("--card") } },
         text: texts, hovertemplate: "%{text}<extra></extra>", hoverlabel: { align: "left" }, cliponaxis: false,
       });
