@@ -60,7 +60,7 @@ def write_run(
                 "collapse/nll": 6 - 3 * part,
                 "collapse/seconds": 1.0,
             }
-            found |= {f"collapse/cross_share/layer_{layer:02}": 0.1 * layer * part for layer in range(1, 12)}
+            found |= {f"collapse/cross_share/layer_{layer:02}": 0.1 * layer * part for layer in range(11, 0, -1)}
             entries.append({"update": update, **found})
     append_log(path, entries)
     return path

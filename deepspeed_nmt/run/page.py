@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,24 +22,33 @@ from deepspeed_nmt.data.directory import META_FILE, Meta
 from deepspeed_nmt.errors import UserError, counted
 from deepspeed_nmt.evaluate.curves import HOURS, METRICS_FILE, SOURCE_RELIANCE, TOKENS
 from deepspeed_nmt.evaluate.metrics import METRICS, is_higher_better, validation_tag
-from deepspeed_nmt.evaluate.page.content import Best, Content, State, Status, Table, Tile
+from deepspeed_nmt.evaluate.page.content import Best, Content, State, Status, Tile
 from deepspeed_nmt.evaluate.page.events import ENDINGS, STARTS, Events, read_events
 from deepspeed_nmt.evaluate.page.log import RunLog
-from deepspeed_nmt.evaluate.page.texts import VALIDATION, TextSet, read_texts
-from deepspeed_nmt.evaluate.table import cell, setting
-from deepspeed_nmt.files import parse_json, resolved
+from deepspeed_nmt.evaluate.page.texts import TextSet, read_texts
+from deepspeed_nmt.evaluate.table import cell
+from deepspeed_nmt.files import resolved
 from deepspeed_nmt.manifest import read_record
 from deepspeed_nmt.recipes import recipes
-from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS, ORIGIN_FILE
+from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS
 from deepspeed_nmt.run.manifest import DataRecord
 from deepspeed_nmt.run.outcome import Outcome
+from deepspeed_nmt.run.page_tables import (
+    Compared,
+    data_tables,
+    differing,
+    environment_tables,
+    json_object,
+    plain_list,
+    settings_tables,
+    start_tables,
+    validation_tables,
+)
 from deepspeed_nmt.run.plans import Plans
-from deepspeed_nmt.run.scores import recorded_scores
 from deepspeed_nmt.train.collapse import NLL
 
 _SILENT_S = 1800.0
 """Seconds without a sign of life after which a run no longer counts as running: longer than a validation."""
-_RESOLVED_FILE = "resolved.json"
 
 
 class RunPage:
@@ -64,8 +71,8 @@ class RunPage:
         self.events: Events = read_events(path)
         self.best = self._best()
         self.texts: list[TextSet] = read_texts(path, self.best.update if self.best else 0)
-        self._environment = _json_file(path / ENVIRONMENT_FILE)
-        self._recipe, self._recipe_settings, self._guessed = self._compared(recipe)
+        self._environment = json_object(path / ENVIRONMENT_FILE)
+        self._recipe = self._compared(recipe)
 
     @cached_property
     def content(self) -> Content:
@@ -79,11 +86,11 @@ class RunPage:
             status=status,
             share=1.0 if finished else min(1.0, update / last),
             tiles=self._tiles(),
-            settings=self._settings(),
-            data=self._data(),
-            environment=self._environments(),
-            restarts=self._restarts(),
-            validation=self._validation(),
+            settings=settings_tables(self.config.flat(), self._recipe),
+            data=data_tables(self._data_record, self._metas),
+            environment=environment_tables(self.path, self._environment),
+            restarts=start_tables(self.events),
+            validation=validation_tables(self.path, self.log),
             best=self.best,
             threshold=self.config.collapse.threshold,
             guessing=self._guessing,
@@ -202,22 +209,22 @@ class RunPage:
         found = [validation_tag(name) for name in METRICS if self.log.series(validation_tag(name))]
         return found[0] if found else validation_tag("loss")
 
-    def _compared(self, recipe: str | None) -> tuple[str, Mapping[str, object], bool]:
-        """Return name and settings of the recipe to compare with, and True if nothing names it."""
+    def _compared(self, recipe: str | None) -> Compared:
+        """Return the recipe to compare with, and its settings."""
         own = self.config.flat()
         if recipe is None:
-            words = [str(word) for word in _list(self._environment.get("command"))]
+            words = [str(word) for word in plain_list(self._environment.get("command"))]
             given = [after for word, after in pairwise(words) if word == "--recipe"]
             given += [word.removeprefix("--recipe=") for word in words if word.startswith("--recipe=")]
             recipe = next((name for name in given if name in recipes()), None)
         if recipe is not None:
-            return recipe, load_config(recipe).flat(), False
+            return Compared(recipe, load_config(recipe).flat(), is_guessed=False)
         flat = {name: load_config(name).flat() for name in recipes()}
-        nearest = min(flat, key=lambda name: (len(_differing(own, flat[name])), name))
-        return nearest, flat[nearest], True
+        nearest = min(flat, key=lambda name: (len(differing(own, flat[name])), name))
+        return Compared(nearest, flat[nearest], is_guessed=True)
 
     def _subtitle(self) -> str:
-        parts = [f"{'near the recipe' if self._guessed else 'recipe'} {self._recipe}"]
+        parts = [f"{'near the recipe' if self._recipe.is_guessed else 'recipe'} {self._recipe.recipe}"]
         model = self.config.flat()
         layers = [model.get(f"model.{side}_layers") for side in ("encoder", "decoder")]
         if all(isinstance(each, int) for each in layers):
@@ -257,144 +264,9 @@ class RunPage:
             tiles.append(Tile("starts", f"{starts:,}"))
         return tiles
 
-    def _settings(self) -> list[Table]:
-        own, other = self.config.flat(), self._recipe_settings
-        changed = _differing(own, other)
-        rows = [[key, _setting(own, key), _setting(other, key)] for key in changed]
-        same = [[key, setting(own[key])] for key in own if key not in changed]
-        note = (
-            "No command is recorded that names a recipe; this is the one that differs least." if self._guessed else ""
-        )
-        title = f"Differences from the recipe {self._recipe}"
-        tables = [Table(title, ["setting", "this run", "recipe"], rows, note=note)] if rows else []
-        return [*tables, Table("Settings as in the recipe", ["setting", "value"], same, folded=True)]
-
-    def _data(self) -> list[Table]:
-        record = self._data_record
-        if record is None:
-            return []
-        weights = {each.path: each for each in record.corpora}
-        rows, removed, inputs = [], [], []
-        for path in dict.fromkeys([record.path, *weights]):
-            meta, corpus = self._metas.get(path), weights.get(path)
-            train = None if meta is None else meta.splits.get("train")
-            valid = None if meta is None else meta.splits.get("valid")
-            rows.append(
-                [
-                    path,
-                    cell(train.pairs if train else None),
-                    cell(train.source.tokens if train else None),
-                    cell(train.target.tokens if train else None),
-                    cell(valid.pairs if valid else None),
-                    cell(meta.vocabulary_size if meta else None),
-                    "-" if corpus is None else ", ".join(f"{each.value:g}" for each in corpus.weights),
-                    (record.fingerprint if corpus is None else corpus.fingerprint)[:12],
-                ]
-            )
-            if meta is None:
-                continue
-            removed += [[reason, f"{count:,}", path] for reason, count in meta.removed.items() if count]
-            inputs += [
-                [name, f"{each.lines:,}", each.sha256[:12], each.path]
-                for name, files in meta.inputs.items()
-                for each in files
-            ]
-        head = ["directory", "pairs", "source tokens", "target tokens", "validation pairs", "vocabulary", "weight"]
-        note = "" if self._metas else "The data directory cannot be reached from here."
-        tables = [Table("Corpora", [*head, "fingerprint"], rows, note=note)]
-        if removed:
-            tables.append(Table("Pairs removed by `prepare`", ["reason", "pairs", "from"], removed))
-        if inputs:
-            tables.append(Table("Input files", ["text", "lines", "sha256", "file"], inputs, folded=True))
-        return tables
-
-    def _environments(self) -> list[Table]:
-        found, resolved_settings = self._environment, _json_file(self.path / _RESOLVED_FILE)
-        rows = [
-            [key, _words(found[key])] for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in found
-        ]
-        rows += [[key, _words(value)] for key, value in _mapping(found.get("slurm")).items()]
-        rows += [[key, _words(found[key])] for key in ("python", "platform") if key in found]
-        rows += [
-            [key.replace("_", " "), _words(value)] for key, value in resolved_settings.items() if value is not None
-        ]
-        if origin := _json_file(self.path / ORIGIN_FILE):
-            rows += [[f"origin: {key}", _words(value)] for key, value in origin.items()]
-        tables = [Table("The last start", ["what", "value"], rows)] if rows else []
-        packages = [[name, _words(value)] for name, value in _mapping(found.get("packages")).items() if value]
-        if packages:
-            tables.append(Table("Packages", ["package", "version"], packages, folded=True))
-        if command := _list(found.get("command")):
-            words = [Path(str(command[0])).name, *map(str, command[1:])]
-            tables.append(Table("Command of the last start", ["word", "argument"], _arguments(words), folded=True))
-        return tables
-
-    def _restarts(self) -> list[Table]:
-        rows = []
-        for number, event in enumerate(self.events.of(*STARTS), 1):
-            more = ", ".join(f"{key} {_words(value)}" for key, value in event.more.items())
-            at = "-" if event.update is None else f"{event.update:,}"
-            rows.append([f"{number}", event.shown_time, at, more, event.text])
-        if not rows:
-            return []
-        return [Table("Starts", ["start", "time", "after update", "on", "text"], rows, folded=len(rows) > 12)]
-
-    def _validation(self) -> list[Table]:
-        rows = []
-        for tag in self.log.tags:
-            name = tag.removeprefix("valid/")
-            measure = name.rpartition("/")[2]
-            if name == tag or measure in ("nll", "ppl"):
-                continue
-            series = self.log.series(tag)
-            best = series.best(higher_is_better=self._is_higher_better(tag))
-            at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
-            rows.append([name, cell(series.last), value, at, self._signature(name)])
-        head = ["measure", "last", "best", "at update", "signature"]
-        if not any(row[-1] for row in rows):
-            head, rows = head[:-1], [row[:-1] for row in rows]
-        tables = [Table("Measures", head, rows)] if rows else []
-        scores = [
-            [each.text, each.metric, f"{each.value:.2f}", f"{each.lines:,}", each.checkpoint, each.signature]
-            for each in recorded_scores(self.path)
-        ]
-        if scores:
-            head = ["test set", "metric", "score", "lines", "checkpoint", "signature"]
-            tables.append(Table("Test scores", head, scores))
-        return tables
-
-    def _is_higher_better(self, tag: str) -> bool:
-        """Return the direction of a value of validation: that of the best one where it is not a known metric."""
-        name = tag.removeprefix("valid/")
-        return is_higher_better(name) or name.rpartition("/")[2] not in ("loss", *METRICS)
-
-    def _signature(self, name: str) -> str:
-        of, _, metric = name.rpartition("/")
-        found = _json_file(self.path / VALIDATION / (of or "main") / "signatures.json").get(metric)
-        return found if isinstance(found, str) else ""
-
 
 _PLURAL = {"skip": "skipped", "spike": "spikes", "rollback": "rollbacks"}
 """Tags of counts by kind of event."""
-
-
-def _differing(own: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    return [key for key in dict.fromkeys([*own, *other]) if own.get(key) != other.get(key)]
-
-
-def _setting(settings: Mapping[str, object], key: str) -> str:
-    return setting(settings[key]) if key in settings else "-"
-
-
-def _arguments(words: Sequence[str]) -> list[list[str]]:
-    """Return the words of a command as rows, an option with its value."""
-    rows: list[list[str]] = []
-    for word in words:
-        if rows and not word.startswith("-") and "=" not in word and rows[-1][1].startswith("-"):
-            rows[-1][1] += f" {word}"
-        else:
-            rows.append([f"{len(rows) + 1}", word])
-    return rows
 
 
 def _short(number: float) -> str:
@@ -404,28 +276,3 @@ def _short(number: float) -> str:
             scaled = number / min(factor, 1e3) if unit == " k" else number / factor
             return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:,.0f}{unit}"
     return f"{number:,.0f}"
-
-
-def _words(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_words, value)) or "none"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_words(each)}" for key, each in value.items())
-    return "-" if value is None else str(value)
-
-
-def _json_file(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if it cannot be read."""
-    with suppress(OSError, ValueError):
-        content = parse_json(file.read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

@@ -1,6 +1,6 @@
 """Events of a run: starts, skipped updates, spikes, rollbacks, warnings of collapse, ends.
 
-They stand in ``events.jsonl``. Runs of older versions have no such file; their events are read from the log of rank 0.
+They stand in ``events.jsonl``. Runs of older versions have no such file; theirs are read from the log of rank 0.
 """
 
 from __future__ import annotations
