@@ -84,17 +84,18 @@ def write_events(path: Path, *events: tuple[str, int, str]) -> None:
 
 
 def write_texts(path: Path, updates: Sequence[int], lines: int = 30, name: str = "main") -> Path:
-    """Write translations of a validation set that become better; one of them is hostile."""
+    """Write translations of a validation set that become better; two of them, and a reference, are hostile."""
     directory = path / "validation" / name
     directory.mkdir(parents=True)
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     sources = [" ".join(words[number % 5 : number % 5 + 4]) + f" {number}" for number in range(lines)]
     references = [source.upper() for source in sources]
+    references[-1] = HOSTILE
     (directory / "source.txt").write_text("\n".join(sources) + "\n", encoding="utf-8")
     (directory / "reference.txt").write_text("\n".join(references) + "\n", encoding="utf-8")
     for place, update in enumerate(updates):
         translations = [reference[: 4 + 8 * place] for reference in references]
-        translations[lines // 2] = HOSTILE
+        translations[lines // 2] = translations[-1] = HOSTILE
         (directory / f"update-{update:07}.txt").write_text("\n".join(translations) + "\n", encoding="utf-8")
     (directory / "signatures.json").write_text(json.dumps({"bleu": "nrefs:1|tok:13a"}), encoding="utf-8")
     return directory

@@ -21,7 +21,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.data.directory import META_FILE, Meta
 from deepspeed_nmt.errors import UserError, counted
 from deepspeed_nmt.evaluate.curves import HOURS, METRICS_FILE, SOURCE_RELIANCE, TOKENS
-from deepspeed_nmt.evaluate.metrics import METRICS, is_higher_better, validation_tag
+from deepspeed_nmt.evaluate.metrics import METRICS, validation_tag
 from deepspeed_nmt.evaluate.page.content import Best, Content, State, Status, Tile
 from deepspeed_nmt.evaluate.page.events import ENDINGS, STARTS, Events, read_events
 from deepspeed_nmt.evaluate.page.log import RunLog
@@ -38,6 +38,7 @@ from deepspeed_nmt.run.page_tables import (
     data_tables,
     differing,
     environment_tables,
+    is_higher_better,
     json_object,
     plain_list,
     settings_tables,
@@ -198,7 +199,7 @@ class RunPage:
                 value = abs(progress.best_score)
             return Best(progress.best_update, tag, value)
         tag = self._measure()
-        found = self.log.series(tag).best(higher_is_better=is_higher_better(tag.removeprefix("valid/")))
+        found = self.log.series(tag).best(higher_is_better=is_higher_better(self.path, tag.removeprefix("valid/")))
         return None if found is None else Best(found[0], tag, found[1])
 
     def _measure(self) -> str:

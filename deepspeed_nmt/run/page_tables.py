@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.data.directory import Meta
-from deepspeed_nmt.evaluate.metrics import METRICS, is_higher_better
+from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.evaluate.page.content import Table
 from deepspeed_nmt.evaluate.page.events import STARTS, Events
 from deepspeed_nmt.evaluate.page.log import RunLog
@@ -19,6 +19,7 @@ from deepspeed_nmt.files import parse_json
 from deepspeed_nmt.run.directory import ORIGIN_FILE
 from deepspeed_nmt.run.manifest import DataRecord
 from deepspeed_nmt.run.scores import recorded_scores
+from deepspeed_nmt.run.validation import LOSSES
 
 _RESOLVED_FILE = "resolved.json"
 
@@ -127,7 +128,7 @@ def start_tables(events: Events) -> list[Table]:
     """Return the starts of a run."""
     rows = []
     for number, event in enumerate(events.of(*STARTS), 1):
-        more = ", ".join(f"{key} {_words(value)}" for key, value in event.more.items())
+        more = ", ".join(f"{key} {_words(value)}" for key, value in event.more.items() if value is not None)
         at = "-" if event.update is None else f"{event.update:,}"
         rows.append([f"{number}", event.shown_time, at, more, event.text])
     if not rows:
@@ -144,7 +145,7 @@ def validation_tables(run: Path, log: RunLog) -> list[Table]:
         if name == tag or measure in ("nll", "ppl"):
             continue
         series = log.series(tag)
-        best = series.best(higher_is_better=_is_higher_better(tag))
+        best = series.best(higher_is_better=is_higher_better(run, name))
         at, value = ("-", "-") if best is None else (f"{best[0]:,}", cell(best[1]))
         rows.append([name, cell(series.last), value, at, _signature(run, name)])
     head = ["measure", "last", "best", "at update", "signature"]
@@ -161,10 +162,17 @@ def validation_tables(run: Path, log: RunLog) -> list[Table]:
     return tables
 
 
-def _is_higher_better(tag: str) -> bool:
-    """Return the direction of a value of validation: that of the best one where it is not a known metric."""
-    name = tag.removeprefix("valid/")
-    return is_higher_better(name) or name.rpartition("/")[2] not in ("loss", *METRICS)
+def is_higher_better(run: Path, measure: str) -> bool:
+    """Return the direction of a measure of validation: a loss, a metric, or another of SET/NAME or NAME.
+
+    Args:
+        run: run directory, where the signature of a measure that is no metric of this version tells its direction.
+        measure: its name.
+    """
+    name = measure.rpartition("/")[2]
+    if name in METRICS:
+        return METRICS[name].higher_is_better
+    return name not in LOSSES and "lower" not in _signature(run, measure).split("|")
 
 
 def _signature(run: Path, name: str) -> str:

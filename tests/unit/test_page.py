@@ -224,6 +224,7 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert "1 values are not finite" in figures["loss"].caption and None in figures["loss"].traces[0]["y"]
     layers = figures["cross-share"].traces[0]
     assert layers["y"] == [f"layer {number}" for number in range(1, 12)], "layer 10 follows layer 9"
+    assert (layers["zmin"], layers["zmax"]) == (0, pytest.approx(1.1)), "0 is dark whatever the smallest share"
     norms = figures["norm-gradient"].traces[0]
     assert norms["y"] == ["embeddings", "encoder 1", "encoder 2", "encoder 3"]
     assert norms["z"][0][0] is None and norms["z"][2][0] == -2.0, "logarithms; none of 0"
@@ -243,6 +244,26 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert [each["set"] for each in samples] == ["main", "news"] and samples[0]["updates"] == [50, 100, 150, 200]
     for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "stopped by SIGUSR1", "nrefs:1|tok:13a"):
         assert words in page.text
+
+
+def test_measures_have_their_direction(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 0)
+    names = {
+        "valid/loss": "3.000",
+        "valid/chrf": "5.000",
+        "valid/ter": "3.000",
+        "valid/comet": "5.000",
+        "valid/cost": "3.000",
+    }
+    append_log(
+        run,
+        [{"update": update, **dict.fromkeys(names, value)} for update, value in ((10, 4.0), (20, 5.0), (30, 3.0))],
+    )
+    signatures = {"cost": "command:cost.sh|lower", "comet": "command:comet.sh", "chrf": 7}
+    (write_texts(run, [10]) / "signatures.json").write_text(json.dumps(signatures))
+    (measures,) = RunPage(run).content.validation
+    assert {f"valid/{row[0]}": row[2] for row in measures.rows} == names
+    assert measures.rows[-1][-1] == "command:cost.sh|lower"
 
 
 def test_plotly_accepts_every_figure(tmp_path: Path) -> None:

@@ -331,6 +331,7 @@ def _heat_map(
         trace["customdata"] = [[None if v is None else float(f"{v:.4g}") for v in row] for row in found.values]
     else:
         trace["zmin"] = 0
+        trace["zmax"] = max(map(_largest, rows.values())) or 1.0
     height = max(240, min(900, 120 + 24 * len(names)))
     axis = {"type": "category", "title": {"text": ""}, "automargin": True}
     last = {row: series.finite[-1] for row, series in rows.items()}
