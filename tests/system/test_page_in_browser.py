@@ -89,6 +89,7 @@ def test_controls(browser: Chromium, full_page: Path) -> None:
     browser(f"{view}.value = 'update'; {view}.dispatchEvent(new Event('change'))")
     shown = browser("document.getElementById('sample-table').innerText")
     assert HOSTILE in shown and len(browser(rows)) >= 16
+    assert browser(rows)[-1].count(HOSTILE) == 2, "as reference and as translation"
     assert browser("document.querySelectorAll('img[src^=http], script[src]').length") == 0
     assert browser.problems == [] and browser.requests == []
 
