@@ -15,7 +15,7 @@ setup(
     # An installed copy carries the DeepSpeed configurations that sit at the top of the repository.
     package_dir={"deepspeed_nmt": "deepspeed_nmt", "deepspeed_nmt.ds_configs": "ds_configs"},
     package_data={
-        "deepspeed_nmt": ["recipes/*.yaml", "recipes/sweeps/*.yaml", "py.typed"],
+        "deepspeed_nmt": ["recipes/*.yaml", "recipes/sweeps/*.yaml", "evaluate/page/page.*", "py.typed"],
         "deepspeed_nmt.ds_configs": ["*.json"],
     },
     install_requires=[
@@ -38,6 +38,7 @@ setup(
         "moses": ["sacremoses>=0.1.1"],  # text that Moses' rules tokenised, and launch/data/
         "bert": ["transformers>=5,<6"],  # pretrained encoders, and exports for Hugging Face
         "langid": ["py3langid>=0.4"],  # `prepare --filters language`; its model is in the package
+        "report": ["plotly>=6"],  # `report run`; the page contains plotly.js
         "zstd": ["zstandard>=0.22"],  # text compressed by zstd
         "ctranslate2": ["ctranslate2>=4.5,<5"],  # exports for CTranslate2, and `translate --runtime ctranslate2`
     },

@@ -7,7 +7,8 @@
 #   (default)  all tests except those that take very long: comparison of engines and methods, launchers, SLURM, ...
 #   --full     also tests that take very long (marked slow) or need a GPU (marked gpu)
 #   --system   install missing system packages (python3, python3-venv, SLURM, ...) with apt-get [never]. An ssh daemon
-#              for one test is installed only by SYSTEM_EXTRA="openssh-server openssh-client pdsh"
+#              for one test, and a browser for the tests of pages (100 MB), are installed only by
+#              SYSTEM_EXTRA="openssh-server openssh-client pdsh chromium-headless-shell"
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
 # is). Once installed, it runs without a network. $PYTHON names the Python to make it with, $LOCK the lock to

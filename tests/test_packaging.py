@@ -516,8 +516,7 @@ def test_wheel_contains_the_whole_package(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("deepspeed_nmt-*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "deepspeed_nmt"
-    wanted = {
-        str(path.relative_to(ROOT)) for pattern in ("*.py", "*.yaml", "py.typed") for path in package.rglob(pattern)
-    }
+    patterns = ("*.py", "*.yaml", "py.typed", "page.*")
+    wanted = {str(path.relative_to(ROOT)) for pattern in patterns for path in package.rglob(pattern)}
     wanted |= {f"deepspeed_nmt/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     assert wanted - packed == set()

@@ -1,15 +1,16 @@
-"""Compare runs: their curves, their settings and results, the points of a sweep, or the depths of a model."""
+"""Make a page of a run, or compare runs: curves, settings and results, points of a sweep, depths of a model."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-HELP = "compare runs, the points of a sweep, or the depths of a model"
+HELP = "make a page of a run; compare runs, the points of a sweep, or the depths of a model"
 
 KINDS = {
     "collapse": "curves of runs: source reliance, loss, BLEU, cross-attention by layer",
     "depths": "BLEU and time at every depth of one or more runs",
+    "run": "page of one run: curves, layers, translations, events, settings",
     "runs": "settings in which runs differ, and what came of it",
     "sweep": "results of a sweep's runs against the setting swept",
 }
