@@ -1,14 +1,16 @@
 """Examination of this host, and of all hosts that a launcher has started ranks on.
 
-Each rank makes the checks that need no other rank. Then all connect, rank 0 collects the findings, and the checks of
-several hosts follow. If ranks cannot connect, the first rank of each host reports what it has found alone.
+Each rank makes the checks that need no other rank, and meanwhile connects. Then rank 0 collects the findings, and the
+checks of several hosts follow. If ranks cannot connect, the first rank of each host reports what it has found alone.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,8 @@ from deepspeed_nmt.parallel.launched import Place
 
 TOGETHER = "all hosts"
 """In place of a host's name in findings about several hosts."""
+_CHECKS_S = 900.0
+"""Time limit in seconds of the checks that a rank makes alone: packages come slowly over some file systems."""
 
 
 class Line(NamedTuple):
@@ -96,11 +100,25 @@ def context_of(place: Place, run: Path | None, limit_s: float) -> Context:
 
 def examine(context: Context) -> Result | None:
     """Make all checks; None on ranks whose findings another rank reports."""
+    if context.place.ranks > 1:
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(_join, context)
+            return _Meeting(context, examine_alone(context), began).result(joining)
     mine = examine_alone(context)
-    if context.place.ranks == 1:
-        mine += _stamped(TOGETHER, "collectives", lambda: _alone(context))
-        return Result(_without_alone(mine, context), [context.host], 1)
-    return _Meeting(context, mine).result()
+    mine += _stamped(context.host, "collectives", lambda: _alone(context))
+    return Result(mine, [context.host], 1)
+
+
+def _join(context: Context) -> Any:
+    """Connect to the other ranks, and tell rank 0 that this one is there."""
+    from deepspeed_nmt.parallel.exchange import Exchange
+    from deepspeed_nmt.parallel.world import check_launcher
+
+    check_launcher(context.place.ranks)
+    exchange = Exchange.join(context.place, context.limit_s)
+    exchange.put("here", 0)
+    return exchange
 
 
 def examine_alone(context: Context) -> list[Line]:
@@ -110,11 +128,6 @@ def examine_alone(context: Context) -> list[Line]:
     for name, check in [each for table in tables for each in table.items()]:
         lines += _stamped(context.host, name, _bound(check, context))
     return lines
-
-
-def _without_alone(lines: list[Line], context: Context) -> list[Line]:
-    """Return the lines of a single host, which is named instead of all hosts."""
-    return [line._replace(host=context.host) for line in lines]
 
 
 def _bound(check: Check, context: Context) -> Callable[[], list[Finding]]:
@@ -186,20 +199,21 @@ class _Meeting:
     Args:
         context: of this rank.
         mine: lines that this rank has found alone.
+        began: time at which this rank began to connect.
     """
 
-    def __init__(self, context: Context, mine: list[Line]) -> None:
-        self._context, self._mine = context, mine
+    def __init__(self, context: Context, mine: list[Line], began: float) -> None:
+        self._context, self._mine, self._began = context, mine, began
 
-    def result(self) -> Result | None:
-        """Return the result that this rank is to report, None if rank 0 does."""
+    def result(self, joining: Future[Any]) -> Result | None:
+        """Return the result that this rank is to report, None if rank 0 does.
+
+        Args:
+            joining: the connection to the other ranks.
+        """
         context = self._context
         try:
-            from deepspeed_nmt.parallel.exchange import Exchange
-            from deepspeed_nmt.parallel.world import check_launcher
-
-            check_launcher(context.place.ranks)
-            exchange = Exchange.join(context.place, context.limit_s)
+            exchange = joining.result()
             exchange.put("alone", [facts_of(context), self._mine])
         except ConfigError as error:
             return self._unconnected(str(error))
@@ -230,12 +244,14 @@ class _Meeting:
         """Collect the findings of all ranks, and take part in the checks of several hosts."""
         context = self._context
         logger.info("rank 0 waits for the others, %.0f s at most", context.limit_s)
-        found = exchange.gather("alone", range(context.place.ranks), context.limit_s)
+        here = exchange.gather("here", range(context.place.ranks), self._began + context.limit_s - time.monotonic())
+        found = exchange.gather("alone", here, _CHECKS_S)
         facts = {rank: answer[0] for rank, answer in found.items()}
         lines = [Line(*line) for answer in found.values() for line in answer[1]]
         exchange.put("members", facts)
         lines += self._missing(facts)
-        lines += self._together(exchange, facts)
+        if len(facts) > 1:
+            lines += self._together(exchange, facts)
         hosts = list(dict.fromkeys(each["host"] for each in facts.values()))
         # The lines about several hosts that other ranks have found.
         for theirs in exchange.gather("together", sorted(set(facts) - {0}), context.limit_s).values():
@@ -247,7 +263,7 @@ class _Meeting:
     def _follow(self, exchange: Any) -> Result | None:
         """Take part in the checks of several hosts; rank 0 reports."""
         limit_s, rank = self._context.limit_s, self._context.place.rank
-        members = {int(number): each for number, each in exchange.get("members", 0, 2 * limit_s + 60.0).items()}
+        members = {int(number): each for number, each in exchange.get("members", 0, limit_s + 2 * _CHECKS_S).items()}
         if rank not in members:
             return self._unconnected(
                 f"{self._context.host} must connect within {limit_s:.0f} s, but came too late; start again with a "

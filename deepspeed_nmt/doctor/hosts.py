@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_nmt.doctor.files import can_lock, scratch, sees_token, write_token
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, ok, warning
+from deepspeed_nmt.doctor.findings import Context, Finding, expanded, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.limits import infiniband
 from deepspeed_nmt.doctor.network import transports
 from deepspeed_nmt.parallel.exchange import Exchange
@@ -126,7 +126,7 @@ def _lead(group: Group, others: Sequence[int]) -> list[Finding]:
     import fcntl
 
     place, limit_s = group.context.directory, group.context.limit_s
-    token, patience_s = str(time.time_ns()), min(_VISIBLE_S, limit_s / 4)
+    token, patience_s = str(time.time_ns()), min(_VISIBLE_S, limit_s / 8)
     name = f"token-{token}"
     with scratch(place, name) as path:
         try:
@@ -271,8 +271,6 @@ def missing_hosts(context: Context, group_hosts: Mapping[int, str], missing: Seq
         group_hosts: host of each rank that has connected.
         missing: the ranks that have not.
     """
-    from deepspeed_nmt.doctor.findings import expanded, run_program
-
     environment = context.environment
     if nodes := environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST"):
         listed = run_program(["scontrol", "show", "hostnames", nodes], 30.0).text.split()
@@ -282,12 +280,11 @@ def missing_hosts(context: Context, group_hosts: Mapping[int, str], missing: Seq
         if len(hosts) == context.place.ranks and all(hosts[rank] == host for rank, host in short.items()):
             return sorted({hosts[rank] for rank in missing})  # SLURM gave each node consecutive ranks
         return [host for host in listed if host not in short.values()]
-    per_host = context.local_ranks
-    return (
-        [f"host {number} of the launcher" for number in sorted({rank // per_host for rank in missing})]
-        if per_host
-        else []
-    )
+    if not (per_host := context.local_ranks):
+        return []
+    known = {rank // per_host: host for rank, host in group_hosts.items()}
+    numbers = sorted({rank // per_host for rank in missing})
+    return [known.get(number, f"host {number} of the launcher, counted from 0") for number in numbers]
 
 
 def _some(names: Sequence[str]) -> str:

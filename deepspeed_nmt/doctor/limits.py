@@ -102,7 +102,8 @@ def processes(context: Context) -> list[Finding]:
     if files != resource.RLIM_INFINITY and files < needed:
         found.append(
             fault(
-                f"the limit of open files must be at least {needed:,} for {counted(context.place.ranks, 'ranks')}, but is {files:,}; `ulimit -n 65536` before the "
+                f"the limit of open files must be at least {needed:,} for "
+                f"{counted(context.place.ranks, 'ranks')}, but is {files:,}; `ulimit -n 65536` before the "
                 "start, or ask the administrator"
             )
         )

@@ -83,7 +83,7 @@ class Exchange:
 
     def gather(self, name: str, ranks: Iterable[int], within_s: float) -> dict[int, Any]:
         """Return the values of these ranks by rank, without those that are not there in time."""
-        deadline, found = time.monotonic() + within_s, {}
+        deadline, found = time.monotonic() + within_s, dict[int, Any]()
         for rank in ranks:
             try:
                 found[rank] = self.get(name, rank, max(0.0, deadline - time.monotonic()))

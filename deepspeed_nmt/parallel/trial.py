@@ -15,9 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 _MIB = {"gloo": 4, "nccl": 256}
@@ -134,11 +136,16 @@ def trial_on_this_host(backend: str, ranks: int, limit_s: float) -> list[Outcome
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     trials = [Trial(backend, ("127.0.0.1", store.port), "trial", rank, ranks, rank, limit_s) for rank in range(ranks)]
-    outcomes: list[Outcome] = []
-    for trial in trials:
-        failed = any(outcome.problem for outcome in outcomes)
-        outcomes.append(trial.outcome(lambda failed=failed: failed))  # type: ignore[misc]
-    return outcomes
+    failed = Event()
+
+    def wait_for(trial: Trial) -> Outcome:
+        outcome = trial.outcome(failed.is_set)
+        if outcome.problem:
+            failed.set()
+        return outcome
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(wait_for, trials))
 
 
 def _last(text: str) -> str:
