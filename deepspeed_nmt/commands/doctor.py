@@ -48,13 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _examine(arguments: argparse.Namespace) -> int:
     """Make all checks; rank 0 prints, or the first rank of each host if they cannot connect."""
     import json
+    import signal
 
     from deepspeed_nmt.console import output
     from deepspeed_nmt.doctor.examination import context_of, examine
     from deepspeed_nmt.doctor.report import json_of, text_of
     from deepspeed_nmt.parallel.launched import place
 
-    result = examine(context_of(place(), arguments.run, arguments.timeout))
+    # Batch systems announce a time limit by it, which is a finding and no reason to end.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        result = examine(context_of(place(), arguments.run, arguments.timeout))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     if result is None:
         return 0
     output(json.dumps(json_of(result)) if arguments.json else "\n".join(text_of(result)))

@@ -178,7 +178,7 @@ def facts_of(context: Context) -> dict[str, Any]:
         "driver": context.gpus[0].driver if context.gpus else None,
         "GPU": kind,
     }
-    return {"host": context.host, "gpu": gpu, "versions": versions}
+    return {"host": context.host, "first": context.is_first_of_host, "gpu": gpu, "versions": versions}
 
 
 def _nccl() -> str | None:

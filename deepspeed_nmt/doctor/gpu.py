@@ -161,8 +161,12 @@ def gpu_of_rank(context: Context) -> list[Finding]:
     if not context.has_gpus or context.place.ranks == 1:
         return []
     try:
+        import torch
+
         from deepspeed_nmt.parallel.world import gpu_of
-    except Exception:
+    except Exception:  # the check of torch reports it
+        return []
+    if not torch.cuda.is_available():  # the check of torch's build reports it
         return []
     try:
         gpu_of(context.place.local_rank)

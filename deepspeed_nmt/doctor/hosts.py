@@ -43,10 +43,7 @@ class Group:
     @property
     def first_ranks(self) -> list[int]:
         """The first rank of each host, rank 0 first."""
-        found: dict[str, int] = {}
-        for rank in sorted(self.facts):
-            found.setdefault(self.facts[rank]["host"], rank)
-        return list(found.values())
+        return [rank for rank in sorted(self.facts) if rank == 0 or self.facts[rank]["first"]]
 
     @property
     def is_main(self) -> bool:
@@ -66,7 +63,7 @@ def equal(group: Group) -> list[Finding]:
     for name in names:
         hosts: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for _, facts in sorted(group.facts.items()):
-            hosts[str(facts["versions"].get(name))][facts["host"]] = None
+            hosts[facts["versions"].get(name) or "none"][facts["host"]] = None
         if len(hosts) == 1:
             continue
         listed = "; ".join(f"{value} on {_some(list(where))}" for value, where in hosts.items())

@@ -30,6 +30,7 @@ from tests.test_architecture import MAY_IMPORT
 
 README = ROOT / "README.md"
 SCRIPTS = {"train.sbatch": "train", "prepare.sbatch": "prepare", "translate.sbatch": "translate"}
+SCRIPTS["doctor.sbatch"] = "doctor"
 STARTERS = ("launch/local.sh", "launch/multinode.sh")
 SETTING = re.compile(r"[\w.]+=")
 

@@ -21,27 +21,28 @@ if [ "$SLURMD_NODENAME" = node2 ]; then
         mount -t tmpfs -o size=16m tmpfs /dev/shm
         ulimit -n 300
         export PATH={planted}/bin PYTHONPATH={planted}/packages:{root} GLOO_SOCKET_IFNAME=eth99 OMP_NUM_THREADS=4096
-        exec "$PYTHON" -m deepspeed_nmt doctor --run {run} "$@"' bash "$@"
+        exec {python} "$@"' bash "$@"
 fi
-exec "$PYTHON" -m deepspeed_nmt doctor --run {run} "$@"
+exec {python} "$@"
 """
+"""The Python of each task."""
 
 
 def test_planted_faults_of_a_node_are_found(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
-        monkeypatch.setitem(cluster.environment, name, value)
     planted, run = plant(tmp_path / "planted", clock=True), tmp_path / "run"
     run.mkdir()
-    (tmp_path / "task.sh").write_text(TASK.format(run=run, planted=planted, root=ROOT))
-    (tmp_path / "job.sh").write_text("#!/bin/bash\nsrun ./task.sh --json --timeout 40 > found.json\n")
+    (tmp_path / "task.sh").write_text(TASK.format(run=run, planted=planted, root=ROOT, python=sys.executable))
     (tmp_path / "task.sh").chmod(0o755)
-    words = ["--nodes", "2", "--ntasks-per-node", "1", "--no-requeue", "--time", "5", "--output", "job.log"]
-    number = cluster.submit(*words, "job.sh", cwd=tmp_path)
-    assert cluster.ended(number, 150) == "FAILED"
+    for name, value in {"PYTHON": tmp_path / "task.sh", "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setitem(cluster.environment, name, str(value))
+    words = ["--nodes", "2", "--ntasks-per-node", "1", "--time", "5", "--output", "job.log"]
+    script = [str(ROOT / "launch/doctor.sbatch"), "--run", str(run), "--json", "--timeout", "40"]
+    number = cluster.submit(*words, *script, cwd=tmp_path)
+    assert cluster.ended(number, 150) == "FAILED" and cluster.job(number, "Restarts") == "0"
     log = (tmp_path / "job.log").read_text()
-    found = json.loads((tmp_path / "found.json").read_text() or log)
+    found = json.loads(next(line for line in log.splitlines() if line.startswith("{")))
     assert found["hosts"] == ["node1", "node2"] and found["ranks"] == 2
     of_node2 = (*HOST_FAULTS, "/dev/shm must have 64 MiB free for each rank of this host, but has 16 MiB for 1")
     together = (
@@ -58,7 +59,7 @@ def test_planted_faults_of_a_node_are_found(
         (["node2"], "warning", HOST_WARNINGS),
         ([], "fault", together),
         (["node1"], "fault", of_job),
-        (["node1"], "warning", (f"job {number} should be queued again", f"job {number} should be signalled before")),
+        (["node1"], "ok", (f"job {number} is queued again", "the batch shell is signalled before the time limit")),
     ):
         texts = [each["text"] for each in found["findings"] if (each["hosts"], each["level"]) == (hosts, level)]
         for beginning in beginnings:
