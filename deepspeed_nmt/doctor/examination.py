@@ -103,22 +103,33 @@ def examine(context: Context) -> Result | None:
     if context.place.ranks > 1:
         began = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(_join, context)
+            joining = _begin_to_join(context, pool)
             return _Meeting(context, examine_alone(context), began).result(joining)
     mine = examine_alone(context)
     mine += _stamped(context.host, "collectives", lambda: _alone(context))
     return Result(mine, [context.host], 1)
 
 
-def _join(context: Context) -> Any:
-    """Connect to the other ranks, and tell rank 0 that this one is there."""
-    from deepspeed_nmt.parallel.exchange import Exchange
-    from deepspeed_nmt.parallel.world import check_launcher
+def _begin_to_join(context: Context, pool: ThreadPoolExecutor) -> Future[Any]:
+    """Connect to the other ranks in another thread, and tell rank 0 that this one is there.
 
-    check_launcher(context.place.ranks)
-    exchange = Exchange.join(context.place, context.limit_s)
-    exchange.put("here", 0)
-    return exchange
+    torch is imported in this thread before: a process in which two threads import it at once is aborted.
+    """
+    try:
+        from deepspeed_nmt.parallel.exchange import Exchange
+        from deepspeed_nmt.parallel.world import check_launcher
+    except Exception as error:  # the check of torch reports it
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+    def join() -> Exchange:
+        check_launcher(context.place.ranks)
+        exchange = Exchange.join(context.place, context.limit_s)
+        exchange.put("here", 0)
+        return exchange
+
+    return pool.submit(join)
 
 
 def examine_alone(context: Context) -> list[Line]:

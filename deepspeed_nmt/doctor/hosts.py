@@ -243,7 +243,10 @@ def judge(
     slowest = min(outcome.gigabytes_per_s for outcome in outcomes.values())
     version = next((outcome.nccl for outcome in outcomes.values() if outcome.nccl), "")
     over = f" over {', '.join(sorted(used))}" if used else ""
-    through = f" ({'; '.join(sorted(devices))})" if devices and hosts > 1 else ""
+    # NCCL names the sockets that it starts with even if it uses InfiniBand.
+    networks = {each.split()[0].partition("/")[2] for each in used if each.startswith("NET/")}
+    through = "; ".join(sorted(each for each in devices if each.partition(":")[0] in networks))
+    through = f" ({through})" if through else ""
     found = [
         ok(
             f"{len(outcomes)} ranks on {hosts} {'host' if hosts == 1 else 'hosts'} add numbers by "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.planting import HOST_FAULTS, HOST_WARNINGS, plant
-from tests.support import ROOT, free_port, rank_environment
+from tests.support import ROOT, free_port, rank_environment, run_ranks
 
 SCONTROL = """#!/bin/sh
 [ "$1" = show ] || { printf '#!/bin/sh\\n#SBATCH --signal=USR2@10\\n'; exit; }
@@ -75,6 +75,16 @@ def test_faults_of_a_host_are_found_alone(tmp_path: Path) -> None:
         "the batch shell of job 7 should get USR1 before the time limit, but --signal is USR2@10",
     )
     assert_found(warnings, texts(found, "warning"))
+
+
+def test_two_ranks_of_a_host_agree(tmp_path: Path) -> None:
+    command = ["-m", "deepspeed_nmt", "doctor", "--run", str(tmp_path), "--json"]
+    first, second = run_ranks(command, 2, tmp_path, timeout=200, LOCAL_WORLD_SIZE="2", PATH=os.environ["PATH"])
+    found = json.loads(next(line for line in first.splitlines() if line.startswith("{")))
+    assert (found["ranks"], found["hosts"], texts(found, "fault")) == (2, [platform.node()], [])
+    together = [each["text"] for each in found["findings"] if not each["hosts"]]
+    assert_found(("equal on all hosts: ", "2 ranks on 1 host add numbers by gloo: "), together)
+    assert "{" not in second, "rank 0 reports"
 
 
 def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:

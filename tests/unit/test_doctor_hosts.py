@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from deepspeed_nmt import parallel
 from deepspeed_nmt.doctor import hosts
-from deepspeed_nmt.doctor.examination import TOGETHER, _Meeting
+from deepspeed_nmt.doctor.examination import TOGETHER, _begin_to_join, _Meeting
 from deepspeed_nmt.doctor.findings import Context, Finding, Output
 from deepspeed_nmt.doctor.hosts import Group, judge, missing_hosts
 from deepspeed_nmt.errors import ConfigError, TrainingError
@@ -121,7 +123,9 @@ def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hosts, "infiniband", lambda: ["mlx5_0"])
     outcomes = {rank: Outcome(40.0 - rank, nccl="2.29.7") for rank in range(4)}
     names = dict.fromkeys(range(4), "")
-    first, second = judge("nccl", outcomes, names, 2, {"P2P/CUMEM", "NET/Socket"}, {"Socket: eth0:10.0.0.1<0>"})
+    first, second = judge(
+        "nccl", outcomes, names, 2, {"P2P/CUMEM", "NET/Socket"}, {"Socket: eth0:10.0.0.1<0>", "IB: x"}
+    )
     assert first.text == (
         "4 ranks on 2 hosts add numbers by NCCL 2.29.7 over NET/Socket, P2P/CUMEM (Socket: eth0:10.0.0.1<0>): 37.00 "
         "GB/s"
@@ -140,6 +144,24 @@ def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     bare = Context(Place(0, 6, 0), "a", tmp_path, environment={}, local_ranks=2)
     assert missing_hosts(bare, {0: "a", 2: "b"}, [1, 4]) == ["a", "host 2 of the launcher, counted from 0"]
     assert missing_hosts(Context(Place(0, 6, 0), "a", tmp_path, environment={}), {0: "a"}, [1]) == []
+
+
+def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose threads import torch at the same time is aborted, but not every time."""
+    name = Exchange.__module__
+    monkeypatch.setattr(parallel, "exchange", sys.modules[name])  # restored at the end, as the module is
+    monkeypatch.delitem(sys.modules, name)
+    imported = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *call: Any) -> Any:
+            imported.append(name in sys.modules)
+
+    context = Context(Place(1, 2, 1), "here", tmp_path, environment={})
+    _begin_to_join(context, Pool(1))
+    assert imported == [True]
+    monkeypatch.setitem(sys.modules, name, None)  # a torch that is broken
+    assert isinstance(_begin_to_join(context, Pool(1)).exception(), ImportError) and len(imported) == 1
 
 
 def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
