@@ -35,6 +35,7 @@ COMMANDS = (
     *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "export", "import", "plan"),
     "report",
     "selftest",
+    "doctor",
 )
 """Names of the commands.
 

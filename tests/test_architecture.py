@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "train": {"engine", "core", "data", "parallel"},
     "evaluate": set(),
     "export": {"core", "search", "data", "evaluate"},
+    "doctor": {"kernels", "parallel"},
     "planning": {"kernels", "core", "data", "parallel", "engine"},
     "recipes": set(),
     "sample": set(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed_nmt.errors import ConfigError, shown
+from deepspeed_nmt.parallel.builds import lock_for, runs_on
 
 
 def uses_cuda(device: str, option: str) -> bool:
@@ -33,6 +34,27 @@ def prepare_gpu(device: torch.device) -> None:
 
     Args:
         device: a GPU.
+
+    Raises:
+        ConfigError: if torch has no kernels for it.
     """
+    if torch.cuda.is_available() and (problem := kernel_problem(device)):
+        raise ConfigError(problem)
     torch.cuda.set_device(device)
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def kernel_problem(device: torch.device) -> str | None:
+    """Return a sentence if this torch has no kernels for a GPU, with the lock that has; None if it has.
+
+    Without this check the first operation on the GPU would fail, long after the start.
+    """
+    architectures = torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability(device)
+    if runs_on(capability, architectures):
+        return None
+    return (
+        f"torch must have kernels for its GPU, the {torch.cuda.get_device_name(device)} (sm_{capability[0]}"
+        f"{capability[1]}), but {torch.__version__} has them for {', '.join(architectures)}; "
+        f"`pip install -r {lock_for(capability)}`"
+    )

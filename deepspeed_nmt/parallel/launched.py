@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, UserError, shown
+from deepspeed_nmt.errors import EXIT_USER_ERROR, ConfigError, ReportedError, TrainingError, UserError, shown
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """First of the step numbers that SLURM reserves for batch scripts and interactive shells; `srun` counts from 0."""
 _REPORT_DELAY_S = 5.0
 """Seconds that other ranks wait before they exit, so that the first rank of the host can report an error."""
+_POINTER = "; `deepspeed-nmt doctor`, started in the same way, finds out more"
 
 
 class Place(NamedTuple):
@@ -129,3 +131,27 @@ def once_per_host() -> Iterator[None]:
             raise
         time.sleep(_REPORT_DELAY_S)  # A launcher ends all ranks as soon as one exits.
         raise ReportedError(EXIT_USER_ERROR) from error
+
+
+@contextmanager
+def pointing_to_doctor() -> Iterator[None]:
+    """Let the message of an error end with a hint at the command that examines the hosts.
+
+    For the part of a start that depends on GPUs, drivers and the network.
+
+    Raises:
+        ConfigError: the error of the block, with the hint.
+        TrainingError: the same; also in place of an error of torch, such as a lost connection.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_POINTER}") from error
+    except TrainingError as error:
+        raise TrainingError(f"{error}{_POINTER}") from error
+    except RuntimeError as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainingError(
+            f"all ranks must be able to start, but rank {place().rank} on {socket.gethostname()} cannot "
+            f"({reason}){_POINTER}"
+        ) from error

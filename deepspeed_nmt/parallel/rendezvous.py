@@ -39,16 +39,41 @@ def meet(place: Place, timeout_s: float, stop_requested: Callable[[], object]) -
         TrainingError: if a rank is missing after ``timeout_s``.
         ReportedError: if a stop is requested.
     """
-    address, port = os.environ["MASTER_ADDR"], _port()
-    # torchrun already runs a store there, which outlives ranks that it restarts. A key per restart keeps them apart.
-    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    key = f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     waiting = _Waiting(place, timeout_s, stop_requested)
+    store, key = connect(place, waiting.pause, timeout_s), f"rendezvous/{restart()}"
+    store.set(f"{key}/{place.rank}", "here")
+    store.add(f"{key}/count", 1)
+    while store.add(f"{key}/count", 0) < place.ranks:
+        missing = [rank for rank in range(place.ranks) if not store.check([f"{key}/{rank}"])]
+        waiting.pause(
+            f"for {'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}" if missing else "for the last rank"
+        )
+    return dist.PrefixStore(f"{key}/group", store)  # type: ignore[attr-defined]
+
+
+def restart() -> str:
+    """Return the number of this restart by torchrun: its store outlives ranks, so keys of restarts must differ."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def connect(place: Place, pause: Callable[[str], None], timeout_s: float) -> Any:
+    """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes, unless torchrun has made one there.
+
+    Args:
+        place: of this process.
+        pause: function that waits for a moment, and is told for what; it raises to give up.
+        timeout_s: time limit in seconds of the store's answers.
+
+    Raises:
+        ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
+    """
+    address, port = os.environ["MASTER_ADDR"], _port()
+    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
         while not _listens(address, port):
-            waiting.pause(f"for rank 0 at {address}:{port}")
+            pause(f"for rank 0 at {address}:{port}")
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as error:
@@ -58,14 +83,6 @@ def meet(place: Place, timeout_s: float, stop_requested: Callable[[], object]) -
             f"MASTER_PORT must be free on the first host, but rank 0 cannot listen on {port} "
             f"({str(error).splitlines()[0]}); choose another"
         ) from error
-    store.set(f"{key}/{place.rank}", "here")
-    store.add(f"{key}/count", 1)
-    while store.add(f"{key}/count", 0) < place.ranks:
-        missing = [rank for rank in range(place.ranks) if not store.check([f"{key}/{rank}"])]
-        waiting.pause(
-            f"for {'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}" if missing else "for the last rank"
-        )
-    return dist.PrefixStore(f"{key}/group", store)  # type: ignore[attr-defined]
 
 
 class _Waiting:

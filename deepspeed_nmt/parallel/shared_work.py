@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, EXIT_STOPPED, EXIT_USER_ERROR, ReportedError, UserError
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import Place, pointing_to_doctor
 from deepspeed_nmt.parallel.rendezvous import meet
 from deepspeed_nmt.parallel.world import check_launcher
 
@@ -57,7 +57,8 @@ class SharedWork:
         if place.ranks == 1:
             return cls(place)
         check_launcher(place.ranks)
-        return cls(place, meet(place, _CONNECT_S, lambda: False))
+        with pointing_to_doctor():
+            return cls(place, meet(place, _CONNECT_S, lambda: False))
 
     @property
     def is_main(self) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.parallel.launched import once_per_host, place
+from deepspeed_nmt.parallel.launched import Place, once_per_host, place, pointing_to_doctor
 from deepspeed_nmt.parallel.rendezvous import meet
 
 
@@ -99,19 +99,21 @@ def join_world(
         stop_requested: returns a true value when the rank is to stop instead of waiting for others.
 
     Raises:
-        ConfigError: if ``device`` is "cuda" and there is no GPU, if MASTER_ADDR or MASTER_PORT is missing, or if
-            ``tensor_ranks`` does not divide the number of ranks.
-        TrainingError: if a rank is missing after ``timeout_s``.
+        ConfigError: if ``device`` is "cuda" and there is no GPU, if torch has no kernels for it, if MASTER_ADDR or
+            MASTER_PORT is missing, or if ``tensor_ranks`` does not divide the number of ranks.
+        TrainingError: if a rank is missing after ``timeout_s``, or cannot connect to another.
         ReportedError: if a stop is requested.
     """
     rank, ranks, local_rank = here = place()
     with once_per_host():
         _check(ranks, tensor_ranks)
-        use_cuda = uses_cuda(device, "engine.device")
-    index = _gpu(local_rank) if use_cuda else local_rank
-    where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        prepare_gpu(where)
+        with pointing_to_doctor():
+            use_cuda = uses_cuda(device, "engine.device")
+    with pointing_to_doctor():
+        index = gpu_of(local_rank) if use_cuda else local_rank
+        where = torch.device("cuda", index) if use_cuda else torch.device("cpu")
+        if use_cuda:
+            prepare_gpu(where)
     # DeepSpeed reads these even if the processes are already connected, and tries MPI if they are missing.
     # It chooses its GPU by LOCAL_RANK.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
@@ -119,19 +121,31 @@ def join_world(
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
     if not dist.is_initialized():
-        backend, timeout = ("nccl" if use_cuda else "gloo"), timedelta(seconds=timeout_s)
-        if ranks == 1:  # needs no port
-            store = dist.HashStore()  # type: ignore[attr-defined]
-        else:
-            store = meet(here, timeout_s, stop_requested)
-        try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        except RuntimeError as error:
-            raise TrainingError(
-                f"ranks must be able to connect by {backend}, but rank {rank} cannot ({error}); check the network, "
-                f"and {backend.upper()}_SOCKET_IFNAME if it is set"
-            ) from error
+        with pointing_to_doctor():
+            _connect("nccl" if use_cuda else "gloo", here, timeout_s, stop_requested)
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
+
+
+def _connect(backend: str, here: Place, timeout_s: float, stop_requested: Callable[[], object]) -> None:
+    """Make the process group of all ranks.
+
+    Raises:
+        ConfigError: as in :func:`join_world`.
+        TrainingError: if a rank is missing after ``timeout_s``, or cannot connect to another.
+        ReportedError: if a stop is requested.
+    """
+    if here.ranks == 1:  # needs no port
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        store = meet(here, timeout_s, stop_requested)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.ranks, timeout=timeout)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"ranks must be able to connect by {backend}, but rank {here.rank} cannot ({error}); check the network, "
+            f"and {backend.upper()}_SOCKET_IFNAME if it is set"
+        ) from error
 
 
 def take_gpu(local_rank: int) -> None:
@@ -140,10 +154,10 @@ def take_gpu(local_rank: int) -> None:
     Raises:
         ConfigError: if there is no GPU for the rank.
     """
-    torch.cuda.set_device(_gpu(local_rank))
+    torch.cuda.set_device(gpu_of(local_rank))
 
 
-def _gpu(local_rank: int) -> int:
+def gpu_of(local_rank: int) -> int:
     """Return the index of a rank's GPU among those that are visible to it.
 
     SLURM can make a single GPU visible to each task, which then has index 0.

@@ -37,9 +37,9 @@ def test_slurm_may_show_each_task_only_its_own_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("SLURM_GPUS_PER_TASK", raising=False)
     with pytest.raises(ConfigError, match="local rank 3 needs a GPU of its own, but sees 1"):
-        world._gpu(3)
+        world.gpu_of(3)
     for shown in ("1", "v100:1"):
         monkeypatch.setenv("SLURM_GPUS_PER_TASK", shown)
-        assert world._gpu(3) == 0
+        assert world.gpu_of(3) == 0
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    assert world._gpu(3) == 3
+    assert world.gpu_of(3) == 3

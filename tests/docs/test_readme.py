@@ -29,7 +29,7 @@ from tests.support import ROOT
 from tests.test_architecture import MAY_IMPORT
 
 README = ROOT / "README.md"
-SCRIPTS = {"train.sbatch": "train", "prepare.sbatch": "prepare", "translate.sbatch": "translate"}
+SCRIPTS = {f"{command}.sbatch": command for command in ("train", "prepare", "translate", "doctor")}
 STARTERS = ("launch/local.sh", "launch/multinode.sh")
 SETTING = re.compile(r"[\w.]+=")
 

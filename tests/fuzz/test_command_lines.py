@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_nmt.commands import selftest
+from deepspeed_nmt.commands import doctor, selftest
 from tests.fuzz.exploring import explore, explore_for
 from tests.fuzz.lines import lines
 from tests.fuzz.program import run_program
@@ -75,8 +75,9 @@ def _fed(pipe: Path, content: bytes) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`selftest` checks its options, and starts nothing."""
+def _no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`selftest` and `doctor` check their options, and start nothing."""
+    monkeypatch.setattr(doctor, "_examine", lambda arguments: 0)
     monkeypatch.setattr(selftest, "_start", lambda arguments: 0)
 
 

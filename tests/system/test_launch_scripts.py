@@ -152,7 +152,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     nowhere = ["--hostfile", str(tmp_path / "x"), "--", "--recipe", "x"]
     assert "--hostfile must be a file, but" in fails(multinode, *nowhere)
     assert "unknown option --recipe; arguments of" in fails(multinode, "--recipe", "x")
-    for script in ("train", "translate", "prepare"):
+    for script in ("train", "translate", "prepare", "doctor"):
         assert "submit this script with sbatch" in fails(str(ROOT / f"launch/{script}.sbatch"), "--recipe", "x")
     assert "--ranks must be a positive number, but is '0'" in fails(local, "--ranks", "0", "--", "x")
     assert "--ranks must be a positive number, but is ''" in fails(local, "--ranks")
@@ -191,3 +191,4 @@ def test_a_port_in_use_is_named(data: Path, small: list[str], tmp_path: Path) ->
         done = subprocess.run(command, env=rank, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"MASTER_PORT must be free on the first host, but rank 0 cannot listen on {port}" in done.stderr
+    assert "; `deepspeed-nmt doctor`, started in the same way, finds out more" in done.stderr

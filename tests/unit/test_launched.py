@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.errors import ConfigError, ReportedError
-from deepspeed_nmt.parallel import launched
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
+from deepspeed_nmt.parallel import launched, world
+from deepspeed_nmt.parallel.builds import driver_problem, lock_for, runs_on
 from deepspeed_nmt.parallel.device import prepare_gpu
-from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place
+from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, place, pointing_to_doctor
+from deepspeed_nmt.parallel.shared_work import SharedWork
 
 _STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 _SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
@@ -110,6 +112,7 @@ def test_the_directory_of_extensions_goes_with_its_maker(monkeypatch: pytest.Mon
 def test_a_process_with_a_gpu_does_without_cudnn_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """It builds a plan for each new shape, and nearly every batch has a shape of its own."""
     chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     backends = torch.backends.cuda
     before = backends.cudnn_sdp_enabled()
@@ -119,3 +122,80 @@ def test_a_process_with_a_gpu_does_without_cudnn_attention(monkeypatch: pytest.M
         assert chosen == [torch.device("cuda", 1)] and not backends.cudnn_sdp_enabled()
     finally:
         backends.enable_cudnn_sdp(before)
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((7, 0), CUDA_13, False),
+        ((7, 5), CUDA_13, True),
+        ((8, 9), CUDA_13, True),
+        ((10, 3), CUDA_13, True),
+        ((11, 0), CUDA_13, False),
+        ((13, 0), CUDA_13, True),
+        ((7, 0), ["sm_50", "sm_60", "sm_70"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 1), ["sm_90a"], False),
+        ((10, 3), ["compute_100a"], False),
+        ((7, 0), ["gfx90a"], True),
+        ((7, 0), [], True),
+    ],
+)
+def test_architectures_that_run_on_a_gpu(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+    assert runs_on(capability, architectures) is runs
+
+
+def test_locks_and_drivers() -> None:
+    assert lock_for((7, 0)) == "requirements/v100.txt" and lock_for((7, 5)) == "requirements/cuda.txt"
+    assert (
+        lock_for((9, 0), "570.1") == "requirements/v100.txt" and lock_for((9, 0), "580.1") == "requirements/cuda.txt"
+    )
+    assert driver_problem("580.65", (9, 0), "2.13.0", "13.0") is None
+    assert driver_problem("1.0", (9, 0), "2.13.0", None) is None
+    assert driver_problem("460.1", (7, 0), "2.11.0", "11.8") is None
+    assert driver_problem("520.1", (7, 0), "2.13.0+cu126", "12.6") == (
+        "the NVIDIA driver must be 525 or newer for torch 2.13.0+cu126 (CUDA 12.6), but is 520.1; update the driver"
+    )
+
+
+def test_a_torch_without_kernels_for_its_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, before anything is done on the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    sentence = (
+        r"torch must have kernels for its GPU, the Tesla V100 \(sm_70\), but .* has them for sm_75, .*; "
+        r"`pip install -r requirements/v100\.txt`"
+    )
+    with pytest.raises(ConfigError, match=f"^{sentence}$"):  # a Translator
+        prepare_gpu(torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=f"^{sentence}; `deepspeed-nmt doctor`.* finds out more$"):  # a training
+        world.join_world("auto")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ConfigError("a port"), ConfigError, "a port"),
+        (TrainingError("a rank"), TrainingError, "a rank"),
+        (RuntimeError("CUDA error\nmore"), TrainingError, r"rank 0 on .* cannot \(CUDA error\)"),
+    ],
+)
+def test_a_start_that_fails_points_to_the_doctor(error: Exception, kind: type[Exception], message: str) -> None:
+    match = f"{message}; `deepspeed-nmt doctor`, started in the same way, finds out more$"
+    with pytest.raises(kind, match=match), pointing_to_doctor():
+        raise error
+
+
+def test_ranks_that_share_work_point_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "no")
+    with pytest.raises(ConfigError, match=r"MASTER_PORT must be a port, but is 'no'.*doctor"):
+        SharedWork.join(launched.Place(0, 2, 0))

@@ -1,0 +1,177 @@
+"""Findings, and what checks know of the process that makes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from deepspeed_nmt.parallel.launched import Place
+
+Level = Literal["ok", "warning", "fault"]
+
+
+class Finding(NamedTuple):
+    """A line of the examination.
+
+    Attributes:
+        level: "fault" if a training fails or is lost by it, "warning" if it is slower or at risk, else "ok".
+        text: the requirement, the actual state, and a remedy; for "ok" the state.
+    """
+
+    level: Level
+    text: str
+
+
+def ok(text: str) -> Finding:
+    """Return a finding that needs no remedy."""
+    return Finding("ok", text)
+
+
+def warning(text: str) -> Finding:
+    """Return a finding that makes a training slower, or puts it at risk."""
+    return Finding("warning", text)
+
+
+def fault(text: str) -> Finding:
+    """Return a finding by which a training fails."""
+    return Finding("fault", text)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver reports it.
+
+    Attributes:
+        name: of its kind.
+        driver: version.
+        gib: memory.
+        used_gib: memory in use, by any process.
+        capability: compute capability; (0, 0) if the driver does not report it.
+        states: further fields of ``nvidia-smi``, by name.
+    """
+
+    name: str
+    driver: str
+    gib: float
+    used_gib: float
+    capability: tuple[int, int] = (0, 0)
+    states: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts that checks start from.
+
+    Attributes:
+        place: rank of this process.
+        host: name of this host.
+        directory: an existing directory: the run directory, or where it would be made.
+        limit_s: seconds after which a rank stops waiting for another.
+        environment: environment variables.
+        local_ranks: ranks on this host; 0 if the launcher does not tell.
+        gpus: of this host; None if there is no ``nvidia-smi``.
+        driver_problem: message of an ``nvidia-smi`` that fails.
+    """
+
+    place: Place
+    host: str
+    directory: Path
+    limit_s: float = 120.0
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    local_ranks: int = 0
+    gpus: Sequence[Gpu] | None = None
+    driver_problem: str = ""
+
+    @property
+    def has_gpus(self) -> bool:
+        """True if the driver reports a GPU."""
+        return bool(self.gpus)
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """True on the rank that makes the checks of its host."""
+        return self.place.local_rank == 0
+
+
+class Output(NamedTuple):
+    """Result of a program.
+
+    Attributes:
+        status: exit status; -1 if the program is missing or exceeds its time limit.
+        text: its standard output.
+        problem: last line of its standard error, or why there is none; "" if it ended with 0.
+    """
+
+    status: int
+    text: str
+    problem: str
+
+
+def run_program(words: Sequence[str], limit_s: float, **environment: str) -> Output:
+    """Run a program with a time limit.
+
+    Args:
+        words: command line.
+        limit_s: time limit in seconds.
+        environment: further environment variables.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        return Output(-1, "", f"no end within {limit_s:.0f} s")
+    except OSError as error:
+        return Output(-1, "", error.strerror or str(error))
+    if done.returncode == 0:
+        return Output(0, done.stdout, "")
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    return Output(done.returncode, done.stdout, lines[-1] if lines else f"status {done.returncode}")
+
+
+def run_python(program: str, limit_s: float, *words: str) -> Output:
+    """Run a program text in a Python like this one; see :func:`run_program`."""
+    return run_program([sys.executable, "-c", program, *words], limit_s)
+
+
+def local_ranks(environment: Mapping[str, str]) -> int:
+    """Return the number of ranks on this host as the launcher tells it; 0 if it does not."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _number(environment.get("LOCAL_WORLD_SIZE", "0"))
+    counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else 0
+
+
+def expanded(counts: str) -> list[int]:
+    """Return the numbers of a list as SLURM writes it: "8(x2),4" is 8, 8 and 4."""
+    found = []
+    for part in filter(None, counts.split(",")):
+        number, _, times = part.partition("(x")
+        found += [_number(number)] * (_number(times.rstrip(")")) if times else 1)
+    return found
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes as text in GiB."""
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def jsonable(finding: Finding) -> list[Any]:
+    """Return a finding as a list for JSON."""
+    return [finding.level, finding.text]

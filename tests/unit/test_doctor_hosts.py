@@ -1,0 +1,183 @@
+"""Checks of several hosts together; ranks are threads with a common store."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_nmt import parallel
+from deepspeed_nmt.doctor import hosts
+from deepspeed_nmt.doctor.examination import TOGETHER, _begin_to_join, _Meeting
+from deepspeed_nmt.doctor.findings import Context, Finding, Output
+from deepspeed_nmt.doctor.hosts import Group, judge, missing_hosts
+from deepspeed_nmt.errors import ConfigError, TrainingError
+from deepspeed_nmt.parallel.exchange import Exchange
+from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.trial import WAITED, Outcome
+
+VERSIONS = {"torch": "2.13.0", "Python": "3.11.7"}
+
+
+def groups(directories: list[Path], *versions: dict[str, Any], limit_s: float = 8.0) -> list[Group]:
+    """Return the groups of ranks, each on a host of its own."""
+    store, ranks = dist.HashStore(), len(directories)
+    given = [*versions, *[VERSIONS] * (ranks - len(versions))]
+    facts = {
+        rank: {"host": f"node{rank}", "first": True, "gpu": -1, "versions": given[rank]} for rank in range(ranks)
+    }
+    return [
+        Group(
+            Context(Place(rank, ranks, 0), f"node{rank}", directory, limit_s, {}),
+            Exchange(Place(rank, ranks, 0), store),
+            facts,
+        )
+        for rank, directory in enumerate(directories)
+    ]
+
+
+def together(check: Callable[[Group], list[Finding]], made: list[Group]) -> list[Finding]:
+    """Make a check on all ranks, and return their findings."""
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [finding for findings in pool.map(check, made) for finding in findings]
+
+
+def test_versions_are_compared(tmp_path: Path) -> None:
+    (found,) = together(hosts.equal, groups([tmp_path] * 3))
+    assert found == ("ok", "equal on all hosts: torch, Python")
+    other = {"torch": "2.12.0", "Python": None}
+    first, second = together(hosts.equal, groups([tmp_path] * 3, VERSIONS, other))
+    assert first.level == "fault" and first.text == (
+        "all hosts must have the same torch, but have 2.13.0 on node0, node2; 2.12.0 on node1; install the same lock "
+        "everywhere"
+    )
+    assert second.level == "warning" and "3.11.7 on node0, node2; none on node1" in second.text
+
+
+def test_clocks_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = together(hosts.clocks, groups([tmp_path] * 3))
+    assert found.level == "ok" and found.text.startswith("clocks agree within ")
+
+    def answer(group: Group) -> list[Finding]:
+        if group.context.host == "node1":
+            group.exchange.answer_clock(0, lambda: time.time() - 7.0, 5.0)
+            return []
+        return hosts.clocks(group)
+
+    (found,) = together(answer, groups([tmp_path] * 3))
+    assert found.level == "fault"
+    assert "but that of node1 is 7.0 s behind that of node0; start a time service" in found.text
+
+
+def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    first = groups([tmp_path] * 2, limit_s=0.2)[0]
+    (found,) = hosts.clocks(first)
+    assert found.text == "the clock of node1 could not be compared (rank 1 did not answer within 0 s)"
+
+
+def test_the_run_directory_is_shared(tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    shared.mkdir()
+    other.mkdir()
+    (found,) = together(hosts.directory, groups([shared] * 3))
+    assert found == ("ok", f"{shared} is the same on node1, node2 and node0")
+    (found,) = together(hosts.directory, groups([shared, shared, other], limit_s=2.0))
+    assert found.level == "fault" and found.text == (
+        f"the run directory must be the same on all hosts, but node2 does not see in {other} what node0 writes to "
+        f"{shared}; use a directory that all hosts share"
+    )
+    assert not list(shared.iterdir()) and not list(other.iterdir())
+
+
+def test_locks_must_hold_on_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "can_lock", lambda directory, name: True)
+    (found,) = together(hosts.directory, groups([tmp_path] * 2))
+    assert found.level == "warning" and "but node1 can lock what node0 has locked" in found.text
+
+
+def test_a_directory_that_rank_0_cannot_write_stops_nobody(tmp_path: Path) -> None:
+    made = groups([tmp_path / "none", tmp_path])
+    assert together(hosts.directory, made) == []
+
+
+def test_a_trial_names_the_first_cause() -> None:
+    names = {rank: f"rank {rank} on node{rank}" for rank in range(3)}
+    outcomes = {0: Outcome(problem=WAITED), 1: Outcome(problem="no route to host")}
+    (found,) = judge("nccl", outcomes, names, 2, set(), set())
+    assert found.level == "fault" and found.text.startswith(
+        "all ranks must be able to add numbers by nccl, but rank 1 on node1 cannot (no route to host), and 2 more "
+        "cannot;"
+    )
+    assert "NCCL_SOCKET_IFNAME" in found.text
+    (found,) = judge("gloo", {0: Outcome()}, {0: "rank 0", 1: "rank 1"}, 2, set(), set())
+    assert "but rank 1 cannot (no answer)" in found.text
+
+
+def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "infiniband", lambda: ["mlx5_0"])
+    outcomes = {rank: Outcome(40.0 - rank, nccl="2.29.7") for rank in range(4)}
+    names = dict.fromkeys(range(4), "")
+    first, second = judge(
+        "nccl", outcomes, names, 2, {"P2P/CUMEM", "NET/Socket"}, {"Socket: eth0:10.0.0.1<0>", "IB: x"}
+    )
+    assert first.text == (
+        "4 ranks on 2 hosts add numbers by NCCL 2.29.7 over NET/Socket, P2P/CUMEM (Socket: eth0:10.0.0.1<0>): 37.00 "
+        "GB/s"
+    )
+    assert second.level == "warning" and "NCCL should use InfiniBand between hosts (mlx5_0)" in second.text
+    assert len(judge("nccl", outcomes, names, 2, {"NET/IB"}, set())) == 1
+
+
+def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "run_program", lambda words, limit_s: Output(0, "a\nb\nc\n", ""))
+    step = {"SLURM_STEP_NODELIST": "[a-c]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    context = Context(Place(0, 6, 0), "a", tmp_path, environment=step, local_ranks=2)
+    assert missing_hosts(context, {0: "a.cluster", 1: "a", 2: "b", 4: "c"}, [3, 5]) == ["b", "c"]
+    cyclic = {0: "a", 1: "b", 3: "a", 4: "b"}
+    assert missing_hosts(context, cyclic, [2, 5]) == ["c"], "ranks are not in the order of nodes"
+    bare = Context(Place(0, 6, 0), "a", tmp_path, environment={}, local_ranks=2)
+    assert missing_hosts(bare, {0: "a", 2: "b"}, [1, 4]) == ["a", "host 2 of the launcher, counted from 0"]
+    assert missing_hosts(Context(Place(0, 6, 0), "a", tmp_path, environment={}), {0: "a"}, [1]) == []
+
+
+def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose threads import torch at the same time is aborted, but not every time."""
+    name = Exchange.__module__
+    monkeypatch.setattr(parallel, "exchange", sys.modules[name])  # restored at the end, as the module is
+    monkeypatch.delitem(sys.modules, name)
+    imported = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *call: Any) -> Any:
+            imported.append(name in sys.modules)
+
+    context = Context(Place(1, 2, 1), "here", tmp_path, environment={})
+    _begin_to_join(context, Pool(1))
+    assert imported == [True]
+    monkeypatch.setitem(sys.modules, name, None)  # a torch that is broken
+    assert isinstance(_begin_to_join(context, Pool(1)).exception(), ImportError) and len(imported) == 1
+
+
+def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
+    for local_rank, error, text in (
+        (0, ConfigError("MASTER_PORT must be free"), "MASTER_PORT must be free"),
+        (0, TrainingError("for rank 0 at a:1"), "here must reach rank 0, but has waited for 9 s (for rank 0 at a:1)"),
+        (0, RuntimeError("odd\nx"), "here must be able to connect, but cannot (RuntimeError: odd)"),
+        (1, RuntimeError("odd"), None),
+    ):
+        context = Context(Place(1, 2, local_rank), "here", tmp_path, limit_s=9.0, environment={})
+        joining: Future[Any] = Future()
+        joining.set_exception(error)
+        result = _Meeting(context, [], 0.0).result(joining)
+        if text is None:
+            assert result is None
+        else:
+            assert result is not None and result.has_fault and result.hosts == ["here"]
+            (line,) = result.lines
+            assert line.text.startswith(text) and line.host != TOGETHER
