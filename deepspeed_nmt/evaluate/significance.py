@@ -24,8 +24,10 @@ def p_value(metric: Metric, hypotheses: Sequence[str], baseline: Sequence[str], 
     """
     systems: list[tuple[str, Sequence[str]]] = [("baseline", baseline), ("system", hypotheses)]
     _, table = PairedTest(systems, {"metric": metric}, [references], test_type="bs")()
-    result = table["metric"][1]
-    assert isinstance(result, Result) and result.p_value is not None
+    before, result = table["metric"][:2]
+    assert isinstance(before, Result) and isinstance(result, Result) and result.p_value is not None
+    if result.score == before.score:  # for which the test would find the smallest probability
+        return 1.0
     return float(result.p_value)
 
 
@@ -37,6 +39,8 @@ def p_value_of_scores(scores: Sequence[float], baseline: Sequence[float]) -> flo
         baseline: of the same sentences by the other one.
     """
     differences = np.asarray(scores, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    if differences.mean() == 0.0:
+        return 1.0
     draws = np.random.default_rng(_SEED)
     count = len(differences)
     found = np.array([differences[draws.integers(count, size=count)].mean() for _ in range(_RESAMPLES)])

@@ -109,8 +109,8 @@ class ValidationConfig(Config):
     late_keep: int = Field(
         default=5,
         ge=1,
-        description="number of newest checkpoints to keep while the scores of a late:PATH metric are to come that chooses "
-        "the best",
+        description="number of newest checkpoints to keep while their scores by a late:PATH metric that chooses the "
+        "best are to come",
     )
     keep_translations: int = Field(
         default=0, ge=0, description="number of newest translations of each validation set to keep; 0: all"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Prefetcher, Update
 from deepspeed_nmt.data.plans import Cursor
-from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -118,8 +118,8 @@ def train(session: Session, progress: Progress) -> Progress | None:
         logger.info("no better validation in %d in a row: stopped early", config.patience)
     if progress.awaited:
         logger.info(
-            "the scores of %d validations are to come; `deepspeed-nmt choose-best --run %s` chooses by them",
-            len(progress.awaited),
+            "%s have scores to come; `deepspeed-nmt choose-best --run %s` chooses by them",
+            counted(len(progress.awaited), "validations"),
             session.store.directory.parent,
         )
     return progress
