@@ -72,8 +72,10 @@ class ChosenMetrics:
             elif isinstance(metric, CommandMetric) and metric.late:
                 problems.append(f"--metrics has no late results, but has {shown(value)}; give command:{metric.path}")
             elif found.setdefault(metric.name, metric) != metric:
+                problems.append(f"--metrics must have each name once, but has {metric.name} twice; use NAME=")
+            elif isinstance(metric, CommandMetric) and not for_programs:
                 problems.append(
-                    f"--metrics must have each name once, but has {metric.name} twice; put NAME= in front"
+                    f"the metric {metric.name} needs the source and one reference; give --source and one --reference"
                 )
         if problems:
             raise ConfigError(problems)

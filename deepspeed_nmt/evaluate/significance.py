@@ -24,7 +24,7 @@ def p_value(metric: Metric, hypotheses: Sequence[str], baseline: Sequence[str], 
     """
     systems: list[tuple[str, Sequence[str]]] = [("baseline", baseline), ("system", hypotheses)]
     _, table = PairedTest(systems, {"metric": metric}, [references], test_type="bs")()
-    before, result = table["metric"][:2]
+    before, result = next(column for name, column in table.items() if name != "System")
     assert isinstance(before, Result) and isinstance(result, Result) and result.p_value is not None
     if result.score == before.score:  # for which the test would find the smallest probability
         return 1.0

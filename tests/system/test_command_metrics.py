@@ -125,3 +125,39 @@ def test_scores_that_come_after_the_end_choose_too(
         assert f"{run}/checkpoints/update-0000004 (valid/rated 0.9000, before it update 8); 1 score still" in said.out
     assert main(command) == 0 and best_of(run) == (4, 0.9)
     assert "late values" not in capsys.readouterr().err, "they are logged once"
+
+
+def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(scored, tmp_path / "run")
+    # Each validation is better than the one before by as much in every sentence, which is significant at any level
+    # that 1000 resamples can show, and at no lower one.
+    less = program(
+        tmp_path / "less.sh",
+        "number=$(basename \"$1\" .txt | sed 's/update-0*//')",
+        'for _ in 1 2 3 4 5 6 7; do expr 100 - "$number"; done | tee "$DEEPSPEED_NMT_SENTENCES"',
+    )
+    settings = [f"validation.metrics=[command:{less}:lower]", "validation.best_by=less", "training.validate_every=1"]
+    settings += ["collapse.every=0", "training.patience=2", "training.max_updates=16"]
+    assert main(["train", "--run", str(run), *settings, "validation.significant=0.0005"]) == 0
+    progress = Checkpoint(run / "checkpoints" / "update-0000015").progress
+    assert logged(run, "valid/less") == {13: 87.0, 14: 86.0, 15: 85.0}, "stopped early"
+    assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/less", 15, -85.0)
+    assert (progress.validations_since_best, progress.patience_update) == (2, 13)
+    assert progress.awaited == (), "another measure chooses now"
+    texts = {path.name for path in (run / "validation" / "main").glob("update-*.txt")}
+    assert texts == {f"update-{update:07d}.txt" for update in (*UPDATES, 13, 14, 15)}
+    assert "p = 0.0010, no significant gain" in (run / "logs" / "rank-0.log").read_text()
+    assert main(["train", "--run", str(run), "validation.significant=0.05", "training.patience=3"]) == 0
+    progress = Checkpoint(run / "checkpoints" / "update-0000016").progress
+    assert (progress.best_update, progress.validations_since_best) == (16, 0)
+
+
+def test_a_run_whose_program_is_missing_does_not_begin(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]
+    assert main([*command, f"validation.metrics=[late:{tmp_path}/none.sh]"]) == 2
+    assert f"the metric none must be a program, but {tmp_path}/none.sh does not exist; correct" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "run" / "config.yaml").exists()
