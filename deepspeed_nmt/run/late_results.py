@@ -258,9 +258,9 @@ def choose_again(run: Run) -> str:
     newest = store.open("last")
     before = newest.progress
     late = LateMetrics(run.path, run.config.validation).collect(before.awaited)
-    with Metrics(run.path, True, before.update, before.update) as metrics:
-        for each in late:
-            if each.values:
+    if new := [each for each in late if each.values]:
+        with Metrics(run.path, True, before.update, before.update) as metrics:
+            for each in new:
                 metrics.log_earlier(each.update, {**each.values, "train/target_tokens": float(each.target_tokens)})
     kept = [store.update_of(name) for name in store.names()]
     progress, _ = choose_late(before, late, kept, lambda update, over: True, warn=True)
