@@ -119,4 +119,4 @@ def _called(
         paths = [Path(scratch, f"{name}.txt") for name in ("hypothesis", "reference", "source")]
         for path, lines in zip(paths, (hypotheses, references, source), strict=True):
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-        return metric.score(ScoredFiles(*paths, Path(scratch, "sentences")), math.inf)
+        return metric.score(ScoredFiles(*paths, sentences=Path(scratch, "sentences")), math.inf)
