@@ -116,7 +116,9 @@ def _called(
     metric: CommandMetric, hypotheses: Sequence[str], references: Sequence[str], source: Sequence[str]
 ) -> float:
     with TemporaryDirectory() as scratch:
-        paths = [Path(scratch, f"{name}.txt") for name in ("hypothesis", "reference", "source")]
-        for path, lines in zip(paths, (hypotheses, references, source), strict=True):
+        hypothesis, reference, original, sentences = (
+            Path(scratch, name) for name in ("hypothesis.txt", "reference.txt", "source.txt", "sentences")
+        )
+        for path, lines in ((hypothesis, hypotheses), (reference, references), (original, source)):
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
-        return metric.score(ScoredFiles(*paths, sentences=Path(scratch, "sentences")), math.inf)
+        return metric.score(ScoredFiles(hypothesis, reference, original, sentences), math.inf)
