@@ -33,6 +33,7 @@ from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = (
     *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "export", "import", "plan"),
+    "choose-best",
     "report",
     "selftest",
     "doctor",

@@ -63,6 +63,10 @@ class ConfigError(UserError):
         super().__init__(message)
 
 
+class MetricError(UserError):
+    """A metric that is a program, and gave no number."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
 

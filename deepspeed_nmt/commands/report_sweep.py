@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_picture(arguments.out)
     sweep = Sweep(arguments.sweep)
     text = read_text(arguments)
-    _check_metric(arguments.metric, text)
     runs = choose_runs(sweep, arguments.runs)
-    warn_of_differences(sweep, runs)
     trained = [run for run in runs if run is not None]
+    _check_metric(arguments.metric, text, trained)
+    warn_of_differences(sweep, runs)
     if text is None:
         metric, scores = _validation_scores(trained, arguments.metric)
     else:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_metric(metric: str | None, text: ParallelText | None) -> None:
+def _check_metric(metric: str | None, text: ParallelText | None, runs: Sequence[Outcome]) -> None:
     """Check the measure of validation that is asked for.
 
     Raises:
@@ -82,7 +82,8 @@ def _check_metric(metric: str | None, text: ParallelText | None) -> None:
 
     if metric is None:
         return
-    known = ("loss", *METRICS)
+    programs = dict.fromkeys(name for run in runs for name in run.config.validation.commands)
+    known = ("loss", *METRICS, *programs)
     if metric.rpartition("/")[2] not in known or metric.count("/") > 1:
         raise ConfigError(
             f"--metric must be one of {', '.join(known)}, or SET/ and one of them, but is {shown(metric)}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics
     from deepspeed_nmt.evaluate.reranking import Converter
     from deepspeed_nmt.evaluate.scoring import ScoreInputs
     from deepspeed_nmt.text import Kind
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", metavar="F", help="source text: checks that it is aligned, and counts copies of it"
     )
+    parser.add_argument(
+        "--metrics", nargs="+", metavar="M",
+        help="scores to print: bleu, chrf, ter, with --tokenised bleu_tokenised, and programs of yours as "
+        "[NAME=]command:PATH, which need --source (default: bleu and chrf, with --tokenised bleu_tokenised)",
+    )  # fmt: skip
     parser.add_argument(
         "--tokenised",
         action="store_true",
@@ -78,12 +84,28 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.grid:
         raise ConfigError("--grid shows BLEU at the pairs of --tune-rerank, which is missing; give both")
+    chosen = _chosen(arguments, tokenised)
     inputs = _read(arguments, tokenised)
     warn_of_files(inputs, tokenised, arguments.lowercase)
-    for report in score_files(inputs, tokenised, arguments.lowercase):
+    for report in score_files(inputs, tokenised, arguments.lowercase, chosen):
         warn_of_copies(report)
         output(as_json(report, inputs) if arguments.json else as_text(report, inputs))
     return 0
+
+
+def _chosen(arguments: argparse.Namespace, tokenised: bool) -> ChosenMetrics | None:
+    """Return the metrics of --metrics; None without it.
+
+    Raises:
+        ConfigError: if one cannot be used.
+    """
+    from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics
+
+    if arguments.metrics is None:
+        return None
+    for_programs = arguments.source is not None and len(set(arguments.reference)) == 1
+    kind: Kind = "tokenised" if tokenised else "plain"
+    return ChosenMetrics.parse(arguments.metrics, kind, arguments.lowercase, for_programs)
 
 
 def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
@@ -96,6 +118,8 @@ def _tune(arguments: argparse.Namespace, tokenised: bool) -> str:
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.reranking import tune
 
+    if arguments.metrics is not None:
+        raise ConfigError("--tune-rerank searches the highest BLEU; leave out --metrics")
     if arguments.source is not None:
         raise ConfigError("--tune-rerank compares n-best lists with --reference alone; leave out --source")
     convert, convert_reference = _converters(arguments, tokenised)

@@ -11,6 +11,7 @@ on the same run directory resumes the run. The exit status is 75 if a signal sto
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +84,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.lock import RunLock
     from deepspeed_nmt.run.resolve import check_ranks_agree
     from deepspeed_nmt.run.trainer import Job, train_run
-    from deepspeed_nmt.run.validation_sets import SPLIT, check_sets_agree, open_sets
+    from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
 
     with once_per_host():
         isolate_extension_builds()
@@ -102,6 +103,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     lock = None
     try:
         check_ranks_agree(config, data, world)
+        check_commands(config.validation, engine.timeout_s, world)
         check_sets_agree(sets, world)
         if engine.compile == "layers":
             with fail_together(world):  # before anything is written
@@ -130,7 +132,8 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
                 progress.update,
             )
             return EXIT_STOPPED
-        best = "" if progress.best_score is None else f", best validation score {abs(progress.best_score):.2f}"
+        score = progress.best_score
+        best = "" if score is None or not math.isfinite(score) else f", best validation score {abs(score):.2f}"
         logger.info(
             "done: %d updates, %s target tokens%s (update %d)",
             progress.update,

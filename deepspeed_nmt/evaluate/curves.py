@@ -28,7 +28,7 @@ _CROSS_SHARE = re.compile(r"collapse/cross_share/layer_(\d+)")
 
 @dataclass(frozen=True)
 class Curve:
-    """A logged value over target tokens, in the order of the log.
+    """A logged value over target tokens, in the order of updates.
 
     Attributes:
         updates: number of the update at each entry.
@@ -69,7 +69,8 @@ class RunCurves:
                 f"{path} must be the directory of a run that has logged something, but has no {METRICS_FILE}"
             )
         lines = file.read_bytes().split(b"\n")
-        self._entries = [entry for entry in map(_entry, lines) if _is_placed(entry)]
+        # Late values are logged after those of later updates.
+        self._entries = sorted(filter(_is_placed, map(_entry, lines)), key=lambda entry: entry["update"])
         if not self._entries:
             raise DataError(f"{file} must have entries with {TOKENS}, but has none yet; wait for the run's first log")
 
@@ -111,12 +112,13 @@ class RunCurves:
 def validation_measures(runs: Iterable[RunCurves]) -> list[str]:
     """Return the measures that runs have logged: METRIC of the main set, SET/METRIC and SET/loss of others.
 
-    Those of the main set have the order of METRICS, the others that of the log.
+    Those of the main set have the order of METRICS, then that of the log, and the others that of the log.
     """
     logged = dict.fromkeys(name for run in runs for name in run.validated())
     main = [name for name in METRICS if name in logged]
-    of_sets = [name for name in logged if name.partition("/")[2] in ("loss", *METRICS)]
-    return [*main, *of_sets]
+    programs = [name for name in logged if "/" not in name and name not in (*METRICS, "loss", "nll", "ppl")]
+    of_sets = [name for name in logged if "/" in name and name.partition("/")[2] not in ("nll", "ppl")]
+    return [*main, *programs, *of_sets]
 
 
 def validation_metric(runs: Iterable[RunCurves]) -> Metric:

@@ -1,7 +1,8 @@
 """Metrics of translations, by name, and scores of a set of translations.
 
-A metric is an object with a name, a direction, a signature, the kind of text that it scores, and a function of
-translations and references. :data:`METRICS` is the only table of them. sacreBLEU is imported by the first score.
+A metric is an object with a name, a direction, a signature, and the kind of text that it scores. Those of
+:data:`METRICS`, the only table of them, are functions of translations and references; those of
+:mod:`deepspeed_nmt.evaluate.command_metrics` are programs. sacreBLEU is imported by the first score.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Metric(ABC):
     def signature(self) -> str:
         """Return the version and the settings of the metric, to be published with its scores."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class TextMetric(Metric):
+    """A metric that is a function of translations and references."""
+
     @abstractmethod
     def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
         """Score translations.
@@ -59,9 +65,19 @@ class Metric(ABC):
             references: the same number of references.
         """
 
+    @abstractmethod
+    def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
+        """Return the probability that two equally good systems differ as much, by paired bootstrap resampling.
+
+        Args:
+            hypotheses: translations of one system; text of :attr:`kind`.
+            baseline: those of the other one.
+            references: the same number of references.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
-class _SacreBleu(Metric):
+class SacreBleu(TextMetric):
     """A metric of sacreBLEU.
 
     Attributes:
@@ -79,6 +95,12 @@ class _SacreBleu(Metric):
     @override
     def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> float:
         return float(self.make().corpus_score(hypotheses, [references]).score)
+
+    @override
+    def p_value(self, hypotheses: Sequence[str], baseline: Sequence[str], references: Sequence[str]) -> float:
+        from deepspeed_nmt.evaluate.significance import p_value
+
+        return p_value(self.make(), hypotheses, baseline, references)
 
 
 def _bleu() -> SacreBleuMetric:
@@ -105,17 +127,17 @@ def _ter() -> SacreBleuMetric:
     return TER()
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: Mapping[str, SacreBleu] = {
     metric.name: metric
     for metric in (
         # So few words match by chance, while a model learns its first ones.
-        _SacreBleu(name="bleu", kind="plain", least=1.0, make=_bleu),
-        _SacreBleu(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
-        _SacreBleu(name="chrf", kind="plain", make=_chrf),
-        _SacreBleu(name="ter", kind="plain", higher_is_better=False, make=_ter),
+        SacreBleu(name="bleu", kind="plain", least=1.0, make=_bleu),
+        SacreBleu(name="bleu_tokenised", kind="tokenised", least=1.0, make=_multi_bleu),
+        SacreBleu(name="chrf", kind="plain", make=_chrf),
+        SacreBleu(name="ter", kind="plain", higher_is_better=False, make=_ter),
     )
 }
-"""All metrics by name."""
+"""All metrics that are no programs, by name."""
 
 
 def validation_tag(name: str, of: str = "") -> str:
@@ -128,17 +150,11 @@ def validation_tag(name: str, of: str = "") -> str:
     return f"valid/{of}/{name}" if of else f"valid/{name}"
 
 
-def is_higher_better(name: str) -> bool:
-    """Return the direction of a value of validation: a metric, perhaps as SET/METRIC, or a loss."""
-    metric = METRICS.get(name.rpartition("/")[2])
-    return metric is not None and metric.higher_is_better
-
-
 class Scorer:
     """Scores of translations of one set of sentences.
 
     Args:
-        metrics: metrics to compute.
+        metrics: metrics to compute; programs, which take files, are left out.
         text: form of references and translations.
         references: one reference of each sentence.
 
@@ -147,7 +163,7 @@ class Scorer:
     """
 
     def __init__(self, metrics: Sequence[Metric], text: TextForm, references: Sequence[str]) -> None:
-        self.metrics = tuple(metrics)
+        self.metrics = tuple(metric for metric in metrics if isinstance(metric, TextMetric))
         self._text = text
         self._references = {kind: text.convert(kind, references) for kind in self._kinds}
 

@@ -17,6 +17,7 @@ from deepspeed_nmt.evaluate.bleu import (
     paired_bootstrap,
     tokenised_bleu,
 )
+from deepspeed_nmt.evaluate.chosen_metrics import ChosenMetrics, MetricScore
 from deepspeed_nmt.files import open_text, raw_lines, shown_name
 from deepspeed_nmt.text import looks_plain, looks_tokenised
 
@@ -50,7 +51,7 @@ class ScoreReport:
     Attributes:
         hypothesis: name of the file.
         lines: number of its lines.
-        scores: its scores.
+        scores: its scores; those of metrics that the user chose as a list.
         empty: number of empty lines.
         copies: number of copies of the source; None without a source.
         comparison: comparison with the first hypothesis; None for the first, and without a test.
@@ -58,7 +59,7 @@ class ScoreReport:
 
     hypothesis: str
     lines: int
-    scores: Scores | TokenisedBleu
+    scores: Scores | TokenisedBleu | list[MetricScore]
     empty: int
     copies: int | None
     comparison: Comparison | None
@@ -85,13 +86,30 @@ def read_sentences(name: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def score_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> list[ScoreReport]:
-    """Score every hypothesis, and compare the later ones with the first."""
-    score = tokenised_bleu if tokenised else corpus_scores
+def score_files(
+    inputs: ScoreInputs, tokenised: bool, lowercase: bool, chosen: ChosenMetrics | None = None
+) -> list[ScoreReport]:
+    """Score every hypothesis, and compare the later ones with the first in BLEU.
+
+    Args:
+        inputs: sentences of the files.
+        tokenised: True for tokenised text.
+        lowercase: True to ignore case.
+        chosen: metrics that the user chose; None for BLEU, and of plain text chrF.
+
+    Raises:
+        MetricError: if a program gives no number.
+    """
+
+    def score(sentences: Sequence[str]) -> Scores | TokenisedBleu | list[MetricScore]:
+        if chosen is not None:
+            return chosen.scores(sentences, references, inputs.source)
+        return (tokenised_bleu if tokenised else corpus_scores)(sentences, references, lowercase=lowercase)
+
     systems = [sentences for _, sentences in inputs.hypotheses]
     references = list(inputs.references.values())
     comparisons: list[Comparison | None] = [None] * len(systems)
-    if len(systems) > 1:
+    if len(systems) > 1 and (chosen is None or chosen.has_bleu):
         if len(systems[0]) <= MAX_LINES_OF_A_TEST:
             comparisons[1:] = paired_bootstrap(systems, references, tokenised=tokenised, lowercase=lowercase)
         else:
@@ -104,7 +122,7 @@ def score_files(inputs: ScoreInputs, tokenised: bool, lowercase: bool) -> list[S
         ScoreReport(
             hypothesis=name,
             lines=len(sentences),
-            scores=score(sentences, references, lowercase=lowercase),
+            scores=score(sentences),
             empty=sum(not sentence.strip() for sentence in sentences),
             copies=_copies(sentences, inputs.source),
             comparison=comparison,
@@ -191,6 +209,9 @@ def as_text(report: ScoreReport, inputs: ScoreInputs) -> str:
     if isinstance(scores, Scores):
         lines += [f"sacreBLEU = {scores.bleu:.2f} ({scores.bleu_detail})", f"  {scores.bleu_signature}"]
         lines += [f"chrF2 = {scores.chrf:.2f}", f"  {scores.chrf_signature}"]
+    elif isinstance(scores, list):
+        for each in scores:
+            lines += [f"{each.metric.name} = {each.value:.{each.metric.decimals}f}", f"  {each.signature}"]
     else:
         lines += [f"{scores.label} = {scores.bleu:.2f} ({scores.detail})", f"  {scores.signature}"]
     if report.comparison is not None:
@@ -218,6 +239,8 @@ def as_json(report: ScoreReport, inputs: ScoreInputs) -> str:
     if isinstance(scores, Scores):
         values["bleu"] = _bleu_values(scores.bleu, scores.bleu_detail, scores.bleu_signature)
         values["chrf"] = {"score": scores.chrf, "signature": scores.chrf_signature}
+    elif isinstance(scores, list):
+        values["metrics"] = {each.metric.name: {"score": each.value, "signature": each.signature} for each in scores}
     else:
         values["tokenised_bleu"] = {
             "label": scores.label,

@@ -15,7 +15,7 @@ from deepspeed_nmt.config import RunConfig, load_recorded
 from deepspeed_nmt.data.directory import open_tokenizer
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError, UserError
 from deepspeed_nmt.evaluate.curves import HOURS, RunCurves
-from deepspeed_nmt.evaluate.metrics import is_higher_better, validation_tag
+from deepspeed_nmt.evaluate.metrics import validation_tag
 from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, DataRecord
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.train.progress import Progress
@@ -111,7 +111,8 @@ class Outcome:
         """Return the best value of a measure of validation: a metric, or loss; of a named set as SET/METRIC."""
         if self.curves is None:
             return None
-        return self.curves.curve(validation_tag(measure)).best(higher_is_better=is_higher_better(measure))
+        higher = self.config.validation.is_higher_better(measure)
+        return self.curves.curve(validation_tag(measure)).best(higher_is_better=higher)
 
     def parameters(self, plans: Plans) -> int | None:
         """Return the number of parameters, frozen ones included.

@@ -170,7 +170,17 @@ def _session(
             for name, each in job.sets.items()
         }
         validator = ModelValidator(
-            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog
+            replica,
+            objective,
+            job.sets,
+            valid,
+            config.validation,
+            config.search,
+            world,
+            job.watchdog,
+            job.path,
+            progress.update,
+            lambda: bool(job.stop),
         )
         data.check_same()  # files that are open now stay those whose hashes were verified
         for each in job.sets.values():

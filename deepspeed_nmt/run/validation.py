@@ -6,6 +6,8 @@ The validation set of the training data is the main one. Others have names.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,14 +15,17 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from deepspeed_nmt.data.batching import MAX_TOKENS
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric
 from deepspeed_nmt.evaluate.metrics import AUTO, METRICS, Metric
 from deepspeed_nmt.registry import Config
-from deepspeed_nmt.text import TextForm
+from deepspeed_nmt.text import Kind, TextForm
 
 MAIN, MEAN = "", "mean"
 """Names for the validation set of the training data, and for the mean over all sets."""
 LOSSES = ("loss", "nll", "ppl")
 """Values of every validation set besides metrics."""
+MAIN_DIRECTORY = "main"
+"""Name of the main set where a set needs one, such as its directory."""
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
 
 
@@ -34,6 +39,10 @@ def check_set_name(name: str) -> str:
         raise ValueError(f"must have names of letters, digits, - and _, 50 at most, but has {shown(name)}")
     if name in (MEAN, "auto", *LOSSES, *METRICS):
         raise ValueError(f"must have names other than those of measures and {MEAN}, but has {shown(name)}")
+    if name == MAIN_DIRECTORY:
+        raise ValueError(
+            f"must have names other than {name}, which is the set of the training data; give another one"
+        )
     return name
 
 
@@ -49,12 +58,19 @@ def _named_sets(value: object) -> object:
 
 
 def _known(value: object) -> object:
-    """Check names of metrics."""
-    known = ", ".join(METRICS)
+    """Check names of metrics, and programs among them."""
+    known = f"{', '.join(METRICS)}, command:PATH, late:PATH"
     if value != "auto" and not isinstance(value, list | tuple):
         raise ValueError(f"must be auto or a list of {known}, but is {shown(value)}")
+    programs: dict[str, str] = {}
     for name in () if isinstance(value, str) else value:
-        if not isinstance(name, str) or name not in METRICS:
+        if isinstance(name, str) and (program := CommandMetric.parse(name)) is not None:
+            if programs.setdefault(program.name, name) != name:
+                raise ValueError(
+                    f"must have each name once, but {shown(programs[program.name])} and {shown(name)} are both "
+                    f"{program.name}; put NAME= in front of one"
+                )
+        elif not isinstance(name, str) or name not in METRICS:
             hint = "; give auto alone, without brackets" if name == "auto" else did_you_mean(str(name), METRICS)
             raise ValueError(f"must be auto or a list of {known}, but has {shown(name)}{hint}")
     return value
@@ -65,8 +81,10 @@ class ValidationConfig(Config):
 
     metrics: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_known)] = Field(
         default="auto",
-        description=f"metrics of the translated validation set, of {', '.join(METRICS)}; []: it is not translated; "
-        "auto: bleu, bleu_tokenised, or both, as the form of the text allows",
+        description=f"metrics of the translated validation set, of {', '.join(METRICS)}, and programs: command:PATH, "
+        "or late:PATH if the result comes later, NAME= in front of them for another name than the file's, :lower at "
+        "the end if lower is better; []: it is not translated; auto: bleu, bleu_tokenised, or both, as the form of "
+        "the text allows",
     )
     sets: Annotated[dict[str, str], BeforeValidator(_named_sets)] = Field(
         default={},
@@ -77,6 +95,25 @@ class ValidationConfig(Config):
         description="measure that chooses the best checkpoint: loss or a metric; of a named set as NAME/METRIC, of "
         "the mean over all sets as mean/METRIC; auto: the first metric, without one the loss; of scores equal to two "
         "decimals, or BLEU below 1, the one of lower loss",
+    )
+    significant: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="level of significance: only a gain of the metric with a p-value below it, by paired bootstrap, "
+        "resets training.patience; 0: any gain does",
+    )
+    command_s: float = Field(
+        default=900.0, gt=0.0, le=1e8, description="time limit in seconds of a command:PATH metric"
+    )
+    late_keep: int = Field(
+        default=5,
+        ge=1,
+        description="number of newest checkpoints to keep while their scores by a late:PATH metric that chooses the "
+        "best are to come",
+    )
+    keep_translations: int = Field(
+        default=0, ge=0, description="number of newest translations of each validation set to keep; 0: all"
     )
     max_sentences: int = Field(
         default=0, ge=0, description="number of sentences of each set to translate, the first ones; 0: all"
@@ -103,13 +140,24 @@ class ValidationConfig(Config):
             content["best_by"] = "auto"
         return content
 
+    @field_validator("sets")
+    @classmethod
+    def _is_no_program(cls, sets: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        metrics = info.data.get("metrics", "auto")
+        if not isinstance(metrics, str) and (same := sorted(sets.keys() & set(_names(metrics)))):
+            raise ValueError(
+                f"must have names other than those of measures, but has {shown(same[0])}; put another NAME= in front "
+                "of the program"
+            )
+        return sets
+
     @field_validator("best_by")
     @classmethod
     def _is_measured(cls, best_by: str, info: ValidationInfo) -> str:
         if not {"metrics", "sets"} <= info.data.keys():  # they are wrong themselves
             return best_by
         metrics, sets = info.data["metrics"], info.data["sets"]
-        measures = ["loss", *(METRICS if metrics == "auto" else metrics)]
+        measures = ["loss", *(METRICS if metrics == "auto" else _names(metrics))]
         of, slash, name = best_by.rpartition("/")
         if slash and name in measures and of in (MEAN, *sets) and sets:
             return best_by
@@ -123,6 +171,28 @@ class ValidationConfig(Config):
             )
         return best_by
 
+    @field_validator("significant")
+    @classmethod
+    def _has_translations(cls, significant: float, info: ValidationInfo) -> float:
+        metrics, best_by = info.data.get("metrics"), info.data.get("best_by", "auto")
+        if significant and (best_by.endswith("loss") or (best_by == "auto" and metrics == ())):
+            raise ValueError(
+                f"must be 0 if a loss chooses the best checkpoint, since it compares translations, but is "
+                f"{significant}; set validation.best_by to a metric"
+            )
+        return significant
+
+    @property
+    def commands(self) -> Mapping[str, CommandMetric]:
+        """Metrics that are programs, by name."""
+        found = () if isinstance(self.metrics, str) else map(CommandMetric.parse, self.metrics)
+        return {metric.name: metric for metric in found if metric is not None}
+
+    def is_higher_better(self, measure: str) -> bool:
+        """Return the direction of a measure, perhaps of a set as SET/METRIC."""
+        metric = {**METRICS, **self.commands}.get(measure.rpartition("/")[2])
+        return metric is not None and metric.higher_is_better
+
     @property
     def chooses(self) -> str:
         """Name of the validation set whose values choose the best checkpoint: MAIN, MEAN, or of a set."""
@@ -131,7 +201,10 @@ class ValidationConfig(Config):
     def located(self) -> ValidationConfig:
         """Return the settings with absolute paths, so that a run is resumed in any working directory."""
         sets = {name: str(Path(directory).absolute()) for name, directory in self.sets.items()}
-        return self.model_copy(update={"sets": sets})
+        metrics = self.metrics
+        if not isinstance(metrics, str):
+            metrics = tuple(str(CommandMetric.parse(each) or each) for each in metrics)
+        return self.model_copy(update={"sets": sets, "metrics": metrics})
 
     def chosen(self, text: TextForm, of: str = MAIN) -> tuple[tuple[Metric, ...], Metric | None]:
         """Return the metrics of a validation set, and the one that chooses the best checkpoint; None for the loss.
@@ -144,24 +217,33 @@ class ValidationConfig(Config):
             ConfigError: if the text cannot be brought into the form that a metric requires.
         """
         where = f"in validation.sets.{of} " if of else ""
-        names = AUTO[text.form] if self.metrics == "auto" else self.metrics
+        names = AUTO[text.form] if isinstance(self.metrics, str) else _names(self.metrics)
+        # Programs score plain text where it can be made.
+        kind: Kind = "tokenised" if text.problem("plain") else "plain"
+        known: dict[str, Metric] = {**METRICS}
+        known |= {name: replace(each, kind=kind) for name, each in self.commands.items()}
         problems = [
-            f"the metric {name} needs {METRICS[name].kind} text, but {where}{reason}; set validation.metrics to "
+            f"the metric {name} needs {known[name].kind} text, but {where}{reason}; set validation.metrics to "
             "others, or run `prepare` again with --text and --target-lang"
             for name in names
-            if (reason := text.problem(METRICS[name].kind))
+            if (reason := text.problem(known[name].kind))
         ]
         best = self.best_by.rpartition("/")[2]
         if self.chooses in (of, MEAN) and best not in ("auto", "loss", *names):
-            kind = METRICS[best].kind
-            if reason := text.problem(kind):
+            if reason := text.problem(METRICS[best].kind):
                 problems.append(
-                    f"validation.best_by={self.best_by} needs {kind} text, but {where}{reason}; set "
+                    f"validation.best_by={self.best_by} needs {METRICS[best].kind} text, but {where}{reason}; set "
                     f"validation.best_by to {', '.join(names)} or loss, or run `prepare` again with --text and "
                     "--target-lang"
                 )
             names = (*names, best)
         if problems:
             raise ConfigError(problems)
-        metrics = tuple(METRICS[name] for name in dict.fromkeys(names))
-        return metrics, next(iter(metrics), None) if best == "auto" else METRICS.get(best)
+        metrics = tuple(known[name] for name in dict.fromkeys(names))
+        return metrics, next(iter(metrics), None) if best == "auto" else known.get(best)
+
+
+def _names(metrics: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of metrics, of a program that by which it is logged."""
+    programs = map(CommandMetric.parse, metrics)
+    return tuple(name if program is None else program.name for name, program in zip(metrics, programs, strict=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import ConfigError, DataError, shown
+from deepspeed_nmt.evaluate.command_metrics import check_programs
 from deepspeed_nmt.files import check_utf8_name
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main
@@ -104,4 +105,26 @@ def check_sets_agree(sets: Mapping[str, DataDirectory], world: World) -> None:
             raise DataError(
                 f"all ranks must have the same validation sets, but {title(differing[0])} in "
                 f"{sets[differing[0]].path} is not that of rank 0 here; copy that to this host"
+            )
+
+
+def check_commands(config: ValidationConfig, timeout_s: float, world: World) -> None:
+    """Check on rank 0, which calls them, that programs can be called, and that other ranks wait for them.
+
+    Args:
+        config: settings of validation.
+        timeout_s: time limit of waiting for another rank.
+        world: the ranks, which call it together.
+
+    Raises:
+        ConfigError: if a program cannot be called, or may take longer than other ranks wait.
+    """
+    with fail_together(world):
+        if world.is_main:
+            check_programs(list(config.commands.values()))
+        direct = any(not metric.late for metric in config.commands.values())
+        if direct and world.ranks > 1 and config.command_s >= timeout_s:
+            raise ConfigError(
+                f"validation.command_s must be below engine.timeout_s={timeout_s:g}, for which other ranks wait, but "
+                f"is {config.command_s:g}; lower it, or raise engine.timeout_s"
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import fmean
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,20 +17,27 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.errors import MetricError
+from deepspeed_nmt.evaluate.bleu import join_segments
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric
 from deepspeed_nmt.evaluate.metrics import Scorer, validation_tag
 from deepspeed_nmt.files import text_lines
-from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
+from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.gains import Compared, is_significant
+from deepspeed_nmt.run.late_results import Choice, LateMetrics
 from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
+from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_kind, plain_sources
 from deepspeed_nmt.search import SearchConfig
 from deepspeed_nmt.search.precision import packed_weights
 from deepspeed_nmt.search.requests import LineInputs
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.search.translate import translate_lines
+from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
-from deepspeed_nmt.train.session import Validation
+from deepspeed_nmt.train.session import LateValidation, Validation
 
 
 class ModelValidator:
@@ -45,6 +54,9 @@ class ModelValidator:
         search: the search and its settings.
         world: the ranks.
         watchdog: records the set that is validated, if there are several.
+        run: run directory, for translations and what programs say of them.
+        update: number of updates made so far; what is there of later ones is removed.
+        interrupted: function that returns True if the run is to stop, so that programs are not waited for.
 
     Raises:
         ConfigError: if the text of a set cannot be brought into the form that a metric requires.
@@ -60,23 +72,35 @@ class ModelValidator:
         search: SearchConfig,
         world: World,
         watchdog: Watchdog,
+        run: Path,
+        update: int,
+        interrupted: Callable[[], bool],
     ) -> None:
         self._replica = replica
         self._world = world
         self._watchdog = watchdog
+        self._config = config
+        self._interrupted = interrupted
         main = data[MAIN]
         self._sets = {
             name: _MeasuredSet(name, main, each, validation[name], objective, config, search, world)
             for name, each in data.items()
         }
-        self._best = config.chosen(main.text_form)[1]
-        self._chooses = config.chooses
-        chosen_by = data if self._chooses == MEAN else {self._chooses: data[self._chooses]}
+        chooses = config.chooses
+        first = MAIN if chooses == MEAN else chooses
+        self._best = config.chosen(data[first].text_form, first)[1]
+        chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
-        self._of = "" if self._chooses == MAIN else f" of {digest(chosen_by)}"
+        self._choice = Choice.of(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
+        self._late: LateMetrics | None = None
+        if world.is_main:
+            for each in self._sets.values():
+                each.open_texts(run, update)
+            self._late = LateMetrics(run, config)
 
-    def __call__(self, update: int) -> Validation:
-        """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
+    def __call__(self, progress: Progress) -> Validation:
+        """Validate the weights after the newest update. All ranks call it together."""
+        update = progress.update
         values: dict[str, float] = {}
         seconds = dict.fromkeys(self._sets, 0.0)
         with self._replica.at(update) as model:
@@ -89,22 +113,80 @@ class ModelValidator:
                     for name, each in translated.items():
                         with self._measuring(name, update, seconds):
                             values |= each.scores(model)
+        samples: dict[str, str] = {}
+        for name, each in translated.items():
+            if self._world.is_main:
+                each.write(update, {progress.best_update, progress.patience_update, *self._outstanding(progress)})
+                samples[validation_tag("samples", name)] = each.table()
+            with self._measuring(name, update, seconds):
+                values |= self._command_scores(each, update)
         if len(seconds) > 1 and self._world.is_main:
             shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
             logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
-        return self._judged(values)
+        found = self._choice.judge(values, self._start_late(progress, values) if self._has_late else 0)
+        return replace(found, samples=samples)
 
-    def _judged(self, values: dict[str, float]) -> Validation:
-        """Return the values, with their means if these choose, and the score."""
-        best, of = self._best, self._chooses
-        if of == MEAN:
-            for name in ("loss", *([] if best is None else [best.name])):
-                values[validation_tag(name, MEAN)] = fmean(values[validation_tag(name, each)] for each in self._sets)
-        loss = values[validation_tag("loss", of)]
-        if best is None:  # losses, which are not rounded, decide alone
-            return Validation(values, validation_tag("loss", of) + self._of, -loss, loss, least=math.inf)
-        score = values[validation_tag(best.name, of)] * (1 if best.higher_is_better else -1)
-        return Validation(values, validation_tag(best.name, of) + self._of, score, loss, best.least, best.decimals)
+    @property
+    def _has_late(self) -> bool:
+        return any(metric.late for metric in self._config.commands.values())
+
+    def _outstanding(self, progress: Progress) -> Sequence[int]:
+        """Return updates whose translations late programs may still read; on rank 0."""
+        assert self._late is not None
+        return (*progress.awaited, *self._late.outstanding()[-self._config.late_keep :])
+
+    def _start_late(self, progress: Progress, values: Mapping[str, float]) -> int:
+        """Start late programs on rank 0, and return how many validations may be awaited if this one is, else 0."""
+        awaited = False
+        if self._late is not None:
+            try:
+                self._late.start(progress.update, progress.target_tokens, values, self._choice)
+                awaited = self._late.is_awaited(progress.update)
+            except OSError as error:
+                logger.error("%s; late metrics of update %d are left out", error, progress.update)
+        return self._config.late_keep if from_main(awaited, self._world) else 0
+
+    def _command_scores(self, measured: _MeasuredSet, update: int) -> dict[str, float]:
+        """Return the numbers of programs by tag, which rank 0 calls."""
+        found: dict[str, float] = {}
+        for metric in measured.commands:
+            self._watchdog.at(f"running {metric.path} after update {update}", slow=True)
+            if self._world.is_main:
+                tag = validation_tag(metric.name, measured.name)
+                try:
+                    files = measured.texts.scored(update, metric.name)
+                    found[tag] = metric.score(files, self._config.command_s, self._interrupted)
+                except MetricError as error:
+                    logger.warning("%s; %s of update %d is not known, and training continues", error, tag, update)
+            found = from_main(found, self._world)
+        return found
+
+    def late(self, awaited: Sequence[int]) -> Sequence[LateValidation]:
+        """Return the late values that have come, and what is known of awaited validations, oldest first."""
+        if not (awaited or self._has_late):
+            return ()
+        found: list[Any] = []
+        if self._late is not None:
+            found = [asdict(each) for each in self._late.collect(awaited)]
+        return [
+            LateValidation(**{**each, "found": each["found"] and Validation(**each["found"])})
+            for each in from_main(found, self._world)
+        ]
+
+    def gains(self, update: int, over: int) -> bool:
+        """Return True if translations are significantly better than those after an earlier update.
+
+        Without ``validation.significant`` it is always True.
+        """
+        level, chooses, best = self._config.significant, self._config.chooses, self._best
+        if level == 0.0 or best is None:
+            return True
+        significant = True
+        if self._world.is_main:
+            sets = self._sets if chooses == MEAN else {chooses: self._sets[chooses]}
+            compared = [Compared(each.texts, each.form) for each in sets.values()]
+            significant = is_significant(best, compared, update, over, level)
+        return bool(from_main(significant, self._world))
 
     @contextmanager
     def _measuring(self, name: str, update: int, seconds: dict[str, float]) -> Iterator[None]:
@@ -141,7 +223,9 @@ class _MeasuredSet:
         search: SearchConfig,
         world: World,
     ) -> None:
-        self._name = name
+        self.name = name
+        self.form = data.text_form
+        self._keep = config.keep_translations
         self._objective = objective
         self._validation = validation
         self._tokenizer, self._tags = main.tokenizer(), data.tags
@@ -150,8 +234,9 @@ class _MeasuredSet:
         self._world = world
         self._max_source_tokens = max(MAX_SOURCE_TOKENS, main.longest_source)
         longest = data.meta.splits[SPLIT].source.longest
-        metrics, _ = config.chosen(data.text_form, name)
-        if metrics and longest > self._max_source_tokens and world.is_main:
+        self._metrics, _ = config.chosen(data.text_form, name)
+        self.commands = [each for each in self._metrics if isinstance(each, CommandMetric) and not each.late]
+        if self._metrics and longest > self._max_source_tokens and world.is_main:
             logger.warning(
                 "%s has a source line of %s tokens: of lines over %s only the beginning is "
                 "translated; leave them out",
@@ -164,16 +249,55 @@ class _MeasuredSet:
         with data.text(SPLIT, "target").open("rb") as stream:
             references = [self._tokenizer.reference(line) for line in text_lines(stream)]
         self._count = min(len(self._sources), config.max_sentences or len(self._sources))
-        self._scorer = Scorer(metrics, data.text_form, references[: self._count])
+        self._references = references[: self._count]
+        self._scorer = Scorer(self._metrics, data.text_form, self._references)
+        self._translations: list[str] = []
         if world.is_main:
-            for metric in metrics:
+            for metric in self._metrics:
                 how = data.text_form.how(metric.kind)
                 logger.info("%s: %s%s", validation_tag(metric.name, name), metric.signature(), how and f"; {how}")
 
     @property
     def is_translated(self) -> bool:
         """True if there are metrics."""
-        return bool(self._scorer.metrics)
+        return bool(self._metrics)
+
+    def open_texts(self, run: Path, update: int) -> None:
+        """Write sources and references into the run; on rank 0, which keeps the translations.
+
+        Args:
+            run: run directory.
+            update: number of updates made so far.
+        """
+        self.texts = ValidationTexts(run, self.name, self._keep)
+        try:
+            if not self.is_translated:
+                self.texts.forget(update)
+                return
+            sources = self._sources[: self._count]
+            if self._tokenizer.segmented:
+                sources = [join_segments(line) for line in sources]
+            references = self.form.convert(plain_kind(self.form), self._references)
+            self.texts.begin(plain_sources(sources, self.form), references, self._metrics, update)
+        except OSError as error:
+            logger.error("%s; translations of validation may not be kept, and training continues", error)
+
+    def write(self, update: int, besides: Collection[int]) -> None:
+        """Write the translations of :meth:`scores` into the run; on rank 0.
+
+        Args:
+            update: number of updates made.
+            besides: updates whose translations are kept in any case.
+        """
+        self._translations = self.form.convert(plain_kind(self.form), self._translations)
+        try:
+            self.texts.write(update, self._translations, besides)
+        except OSError as error:
+            logger.error("%s; translations of update %d are not kept, and training continues", error, update)
+
+    def table(self) -> str:
+        """Return a table of a few sentences, in Markdown, after :meth:`write`; on rank 0."""
+        return self.texts.table(self._translations)
 
     def losses(self, model: TranslationModel) -> dict[str, float]:
         """Return loss, NLL and perplexity by tag."""
@@ -187,9 +311,9 @@ class _MeasuredSet:
         total = sum_over_ranks(sums, self._world)
         nll = total["nll"] / total["tokens"]
         return {
-            validation_tag("loss", self._name): total["loss"] / total["tokens"],
-            validation_tag("nll", self._name): nll,
-            validation_tag("ppl", self._name): math.exp(min(nll, 100.0)),
+            validation_tag("loss", self.name): total["loss"] / total["tokens"],
+            validation_tag("nll", self.name): nll,
+            validation_tag("ppl", self.name): math.exp(min(nll, 100.0)),
         }
 
     def scores(self, model: TranslationModel) -> dict[str, float]:
@@ -208,5 +332,6 @@ class _MeasuredSet:
             inputs=LineInputs(first=self._world.rank, step=self._world.ranks, tags=self._tags),
         )
         pairs = [[index, best[0].text] for index, best in zip(mine, translations, strict=True)]
-        hypotheses = [text for _, text in sorted(gather_lists(pairs, self._world))]
-        return {validation_tag(name, self._name): score for name, score in self._scorer(hypotheses).items()}
+        self._translations = [text for _, text in sorted(gather_lists(pairs, self._world))]
+        scores = self._scorer(self._translations)
+        return {validation_tag(name, self.name): score for name, score in scores.items()}

@@ -9,11 +9,12 @@ from dataclasses import replace
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.loader import Prefetcher, Update
 from deepspeed_nmt.data.plans import Cursor
-from deepspeed_nmt.errors import TrainingError
+from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.choosing import judge, take_late, with_awaited
 from deepspeed_nmt.train.optimizer import learning_rate
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
@@ -48,7 +49,8 @@ def train(session: Session, progress: Progress) -> Progress | None:
     parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
     fatal = ""
-    validating = saving = False
+    validating = False
+    progress, saving = take_late(session, progress)  # scores that came while the run did not train
     updates = Prefetcher(session.loader.updates(Cursor(progress.epoch, progress.epoch_update), progress.update + 1))
     try:
         while not config.ends_at(progress):
@@ -96,6 +98,8 @@ def train(session: Session, progress: Progress) -> Progress | None:
             if (validating and sound) or config.ends_at(progress):
                 progress, best = _validate(session, progress)
                 validating = False
+            elif saving and sound:
+                progress, best = take_late(session, progress)
             watchdog.at(f"agreeing after update {progress.update}")
             stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
@@ -108,10 +112,16 @@ def train(session: Session, progress: Progress) -> Progress | None:
                 break
     finally:
         updates.close()
-    if saved_at != progress.update:
+    if saved_at != progress.update or saving:
         _save(session, progress, saved_at, must=True)
     if config.patience and progress.validations_since_best >= config.patience:
         logger.info("no better validation in %d in a row: stopped early", config.patience)
+    if progress.awaited:
+        logger.info(
+            "%s have scores to come; `deepspeed-nmt choose-best --run %s` chooses by them",
+            counted(len(progress.awaited), "validations"),
+            session.store.directory.parent,
+        )
     return progress
 
 
@@ -158,20 +168,15 @@ def _measure_collapse(session: Session, progress: Progress) -> tuple[Progress, s
 
 
 def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
-    """Validate and log, and return True if the validation is the best so far."""
+    """Validate and log, and return True if a checkpoint is to be saved: of the best validation, or an awaited one."""
     session.watchdog.at(f"validating after update {progress.update}", slow=True)
-    found = session.validator(progress.update)
+    found = session.validator(progress)
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
-    if not found.improves_on(progress):
-        return replace(progress, validations_since_best=progress.validations_since_best + 1), False
-    return replace(
-        progress,
-        best_score=found.score,
-        best_loss=found.loss,
-        best_by=found.best_by,
-        best_update=progress.update,
-        validations_since_best=0,
-    ), True
+    for tag, table in found.samples.items():
+        session.metrics.text(progress.update, tag, table)
+    progress, late_best = take_late(session, progress)
+    progress, best = judge(progress, progress.update, found, session.validator.gains)
+    return with_awaited(progress, found, warn=session.world.is_main), best or late_best or found.may_await > 0
 
 
 def _save(session: Session, progress: Progress, saved_at: int, *, must: bool) -> int:

@@ -14,6 +14,8 @@ Tags:
 - ``train/rollbacks``, ``train/target_tokens``: numbers since the run began.
 - ``valid/loss``, ``valid/nll``, ``valid/ppl``: the same on the validation set.
 - ``valid/bleu``, ``valid/bleu_tokenised``, ...: metrics of the validation set, translated by the run's search.
+- ``valid/NAME``: of a program that is a metric; of a late one, under the update that it belongs to.
+- ``valid/samples``: translations of a few sentences, as text in TensorBoard.
 - ``valid/SET/loss``, ``valid/SET/bleu``, ...: the same of a validation set with a name, or of ``mean`` over all sets.
 - ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
@@ -116,6 +118,42 @@ class Metrics:
             self._bar.set_postfix_str(shown)
         on_bar = self._bar is not None and "valid/loss" not in values
         logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
+
+    def log_earlier(self, update: int, values: dict[str, float]) -> None:
+        """Log values of an update that was logged before, which have come late.
+
+        Args:
+            update: number of the update.
+            values: by tag.
+        """
+        if not self._active:
+            return
+        try:
+            self._write(update, values)
+        except OSError as error:
+            self._board = None
+            self._report(error)
+        named = [(_label(tag), tag, value) for tag, value in values.items()]
+        shown = ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
+        logger.info("late values of update %d: %s", update, shown)
+
+    def text(self, update: int, tag: str, markdown: str) -> None:
+        """Show a text in TensorBoard.
+
+        Args:
+            update: number of the update.
+            tag: of the text.
+            markdown: the text.
+        """
+        if not self._active:
+            return
+        try:
+            if self._board is None:
+                self._board = self._open_board()
+            self._board.add_text(tag, markdown, update)
+        except OSError as error:
+            self._board = None
+            self._report(error)
 
     def _write(self, update: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"update": update, **values}) + "\n")

@@ -17,11 +17,15 @@ class Progress:
         epoch_update: index of the next update in its epoch, from 0.
         target_tokens: target tokens seen so far.
         train_seconds: seconds spent in updates, over all restarts.
-        best_score: score of the best validation so far, greater is better; None before the first validation.
+        best_score: score of the best validation so far, greater is better; None before the first validation, and
+            -inf if no score is known yet.
         best_loss: loss of that validation; None before it, and in checkpoints that did not record it.
         best_by: tag of the value that is the score; None before it, and in checkpoints that did not record it.
         best_update: update of that validation.
-        validations_since_best: number of validations since then, for early stopping.
+        validations_since_best: number of validations since the best one, for early stopping; since the last
+            significant gain if ``validation.significant`` is set.
+        patience_update: update of that validation; 0 in older checkpoints, which reset it at each gain.
+        awaited: updates of validations whose scores are to come, oldest first.
         skipped: number of consecutive skipped updates up to this one.
         rollbacks: number of rollbacks so far.
         retries: number of rollbacks since the run last passed ``failed_at``.
@@ -40,6 +44,8 @@ class Progress:
     best_by: str | None = None
     best_update: int = 0
     validations_since_best: int = 0
+    patience_update: int = 0
+    awaited: tuple[int, ...] = ()
     skipped: int = 0
     rollbacks: int = 0
     retries: int = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field
@@ -73,10 +74,12 @@ class Validation:
     Attributes:
         values: values for the log, by tag.
         best_by: tag of the value that chooses the best checkpoint.
-        score: that value, with its sign changed if smaller ones are better.
+        score: that value, with its sign changed if smaller ones are better; -inf if it is not known.
         loss: validation loss, which decides between equal scores.
         least: score below which only losses are compared.
         decimals: number of printed decimals; scores that are equal in them are equal.
+        may_await: number of newest validations whose scores may be awaited, if the score is to come; otherwise 0.
+        samples: translations of a few sentences, in Markdown, by tag.
     """
 
     values: dict[str, float]
@@ -85,6 +88,8 @@ class Validation:
     loss: float
     least: float = -math.inf
     decimals: int = 2
+    may_await: int = 0
+    samples: Mapping[str, str] = field(default_factory=dict)
 
     def improves_on(self, progress: Progress) -> bool:
         """Return True if this validation is better than the best so far: by its score, at equal scores by its loss.
@@ -102,11 +107,45 @@ class Validation:
         return shown, -math.inf if math.isnan(loss) else -loss
 
 
+@dataclass(frozen=True)
+class LateValidation:
+    """A validation some of whose values come late.
+
+    Attributes:
+        update: update after which the model was validated.
+        values: values that have come since the last question, by tag.
+        target_tokens: target tokens that the run had seen.
+        found: the validation with all values that choose; None while one of them is to come.
+    """
+
+    update: int
+    values: dict[str, float]
+    target_tokens: int
+    found: Validation | None
+
+
 class Validator(Protocol):
     """Validator of the model after the newest update. All ranks call it together and get the same result."""
 
-    def __call__(self, update: int) -> Validation:
-        """Validate after ``update``."""
+    def __call__(self, progress: Progress) -> Validation:
+        """Validate after the newest update."""
+        ...
+
+    def late(self, awaited: Sequence[int]) -> Sequence[LateValidation]:
+        """Return the late values that have come, and what is known of awaited validations, oldest first.
+
+        Args:
+            awaited: updates of validations whose scores are awaited.
+        """
+        ...
+
+    def gains(self, update: int, over: int) -> bool:
+        """Return True if translations are significantly better than others, or significance does not matter.
+
+        Args:
+            update: update after which the translations were made.
+            over: update of the others.
+        """
         ...
 
 

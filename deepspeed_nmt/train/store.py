@@ -61,6 +61,11 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
         return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
 
+    @staticmethod
+    def update_of(name: str) -> int:
+        """Return the update of a checkpoint's name."""
+        return _update(name)
+
     def best(self, until: str | None = None) -> str | None:
         """Return the name of the best checkpoint, as the newest checkpoints record it; None if there is none.
 
@@ -214,7 +219,7 @@ class CheckpointStore:
         finally:
             for _ in states:
                 pass
-        self._prune(name)
+        self._prune(name, progress.awaited)
         self._write_pointers(name)
 
     def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
@@ -244,6 +249,19 @@ class CheckpointStore:
         for name in self.names():
             if _update(name) > progress.update:
                 remove_directory(self.directory / name)
+        self._write_pointers(checkpoint.path.name)
+
+    def restate(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Record another choice of the best checkpoint in the newest one.
+
+        Args:
+            checkpoint: the newest one.
+            progress: to record.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        checkpoint.restate(progress)
         self._write_pointers(checkpoint.path.name)
 
     def save_average(self, checkpoints: Sequence[Checkpoint]) -> Path:
@@ -295,7 +313,7 @@ class CheckpointStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _prune(self, saved: str) -> None:
+    def _prune(self, saved: str, awaited: Iterable[int]) -> None:
         """Remove old checkpoints.
 
         Checkpoints later than the one just saved are damaged and do not count. The newest one from before a streak of
@@ -303,10 +321,11 @@ class CheckpointStore:
 
         Args:
             saved: name of the checkpoint just saved.
+            awaited: updates whose checkpoints may turn out to be the best.
         """
         names = [name for name in self.names() if _update(name) <= _update(saved)]
         best = self.best(saved) if self._keep_best else None
-        kept = {best or "", next(filter(self._before_skips, reversed(names)), "")}
+        kept = {best or "", next(filter(self._before_skips, reversed(names)), ""), *map(_name, awaited)}
         for name in names[: -self._keep_last]:
             if name not in kept:
                 remove_directory(self.directory / name)

@@ -17,6 +17,7 @@ from deepspeed_nmt.run.resolve import check_size
 
 LONG = "n" * 300
 KNOWN = "bleu, bleu_tokenised, chrf, ter"
+METRICS = f"validation.metrics must be auto or a list of {KNOWN}, command:PATH, late:PATH"
 PREPARE = [
     *("prepare", "--train-source", "F", "--train-target", "F", "--valid-source", "F", "--valid-target", "F"),
     *("--out", "D"),
@@ -44,10 +45,10 @@ PLAN = ["plan", "--recipe", "transformer_base"]
         ("engine.timeout_s=1e300", "engine.timeout_s must be less than or equal to 100000000, but is 1e+300"),
         ("batch.update_tokens=" + "9" * 30, "batch.update_tokens must be less than or equal to 1073741824, but is"),
         ("validation.best_by=x", f"validation.best_by must be one of auto, loss, {KNOWN}, but is 'x'"),
-        ("validation.metrics=bleu", f"validation.metrics must be auto or a list of {KNOWN}, but is 'bleu'"),
-        ("validation.metrics=[blue]", f"validation.metrics must be auto or a list of {KNOWN}, but has 'blue'; did "
+        ("validation.metrics=bleu", f"{METRICS}, but is 'bleu'"),
+        ("validation.metrics=[blue]", f"{METRICS}, but has 'blue'; did "
          "you mean 'bleu'?"),
-        ("validation.metrics=[[bleu]]", f"validation.metrics must be auto or a list of {KNOWN}, but has ['bleu']"),
+        ("validation.metrics=[[bleu]]", f"{METRICS}, but has ['bleu']"),
         ("validation.bleu=2", "validation: `bleu` must be true or false, but is 2"),
         ("model.dim=\udcff", "model.dim must be text, but is '\\udcff'"),
         ("model.dropout=[0.1]", "model.dropout must be a number, but is [0.1]"),

@@ -60,6 +60,22 @@ def test_without_a_known_gpu_there_is_no_mfu() -> None:
     assert "perf/mfu" not in window(None)
 
 
+def validator_of(found: Validation) -> Any:
+    """A validator with this result and no late values."""
+
+    class Fake:
+        def __call__(self, progress: Progress) -> Validation:
+            return found
+
+        def late(self, awaited: object) -> list[Any]:
+            return []
+
+        def gains(self, update: int, over: int) -> bool:
+            return True
+
+    return Fake()
+
+
 def validated(
     *measured: tuple[float, float], progress: Progress | None = None, by: str = "valid/bleu", least: float = 1.0
 ) -> tuple[list[int], Progress]:
@@ -69,8 +85,9 @@ def validated(
         found = Validation({}, by, score, loss, least)
         session: Any = SimpleNamespace(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
-            validator={update: found}.__getitem__,
+            validator=validator_of(found),
             metrics=SimpleNamespace(log=lambda *args: None),
+            world=ALONE,
         )
         progress, best = loop._validate(session, Progress(**{**asdict(progress), "update": update}))
         best_at += [update] * best

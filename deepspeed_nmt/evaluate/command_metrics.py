@@ -1,0 +1,266 @@
+"""Metrics that are programs of the user, such as COMET.
+
+The settings name one as ``command:PATH`` or ``late:PATH``, with ``NAME=`` in front or ``:lower`` at the end. The
+program is called with the files of hypotheses, references and sources. One that is called on the spot prints a number
+as its last line. A late one is called with a fourth file, into which the number is written whenever it is known, by
+itself or by a job that it submits. No shell is involved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from typing_extensions import override
+
+from deepspeed_nmt.errors import ConfigError, MetricError, shown
+from deepspeed_nmt.evaluate.metrics import METRICS, Metric
+from deepspeed_nmt.files import sha256_of
+
+SENTENCES = "DEEPSPEED_NMT_SENTENCES"
+"""Environment variable with the file into which the program may write the score of each sentence, one a line."""
+RESERVED = ("loss", "nll", "ppl", "mean", "auto", "samples")
+"""Words that are measures, or have another meaning where measures are named."""
+
+_FORM = re.compile(r"(?:(?P<name>[^=:/]*)=)?(?P<when>command|late):(?P<path>.+?)(?P<lower>:lower)?", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
+_OF_LAUNCHERS = re.compile(
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_.*|ROLE_.*|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|PMI.*"
+    r"|OMPI_.*|SLURM_(?:NTASKS|NPROCS|PROCID|LOCALID|NODEID|STEP.*|TASK.*)|DEEPSPEED_NMT_(?:STOP|STATUS)"
+)
+"""Variables by which a launcher tells a rank of its place: a program with these would wait for other ranks."""
+_LAST_BYTES = 1 << 16
+_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True)
+class ScoredFiles:
+    """Files that a program scores, with a sentence in each line.
+
+    Attributes:
+        hypothesis: translations.
+        reference: references.
+        source: sources.
+        sentences: file for the scores of sentences, if the program gives them; None for none.
+    """
+
+    hypothesis: Path
+    reference: Path
+    source: Path
+    sentences: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandMetric(Metric):
+    """A metric that is a program.
+
+    Attributes:
+        path: the program.
+        late: True if its result comes later, in a file.
+    """
+
+    path: Path
+    late: bool = False
+    decimals: int = 4
+
+    @classmethod
+    def parse(cls, text: str) -> CommandMetric | None:
+        """Return the program that a setting names; None if it names none.
+
+        Args:
+            text: ``command:PATH`` or ``late:PATH``, with ``NAME=`` in front or ``:lower`` at the end.
+
+        Raises:
+            ValueError: if its name cannot be part of a tag, or is that of another measure.
+        """
+        if (found := _FORM.fullmatch(text)) is None:
+            return None
+        path = Path(found["path"])
+        name = path.stem if found["name"] is None else found["name"]
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"must have names of letters, digits, - and _, 50 at most, but has {shown(name)} in {shown(text)}; "
+                "put NAME= in front"
+            )
+        if name in (*RESERVED, *METRICS):
+            raise ValueError(
+                f"must have programs by other names than those of measures, but has {shown(text)}; put NAME= in front"
+            )
+        return cls(
+            name=name, kind="plain", path=path, late=found["when"] == "late", higher_is_better=not found["lower"]
+        )
+
+    def __str__(self) -> str:
+        """Return the setting that :meth:`parse` reads, with the name and the absolute path."""
+        when, lower = "late" if self.late else "command", "" if self.higher_is_better else ":lower"
+        return f"{self.name}={when}:{self.path.absolute()}{lower}"
+
+    @property
+    def problem(self) -> str:
+        """Reason why the program cannot be called, as a sentence; "" if there is none."""
+        if not self.path.is_file():
+            what = "is no file" if self.path.exists() else "does not exist"
+            return f"the metric {self.name} must be a program, but {self.path} {what}; correct the path"
+        if not os.access(self.path, os.X_OK):
+            return (
+                f"the metric {self.name} must be a program, but {self.path} is not executable; run "
+                f"`chmod +x {self.path}`"
+            )
+        return ""
+
+    @override
+    def signature(self) -> str:
+        when, direction = "late" if self.late else "command", "" if self.higher_is_better else "|lower"
+        try:
+            digest = f"|sha256:{sha256_of(self.path)[:8]}"
+        except OSError:  # a program that may be called and not read
+            digest = ""
+        return f"{when}:{self.path}{digest}{direction}"
+
+    def score(self, files: ScoredFiles, limit_s: float, interrupted: Callable[[], bool] = lambda: False) -> float:
+        """Call the program, and return the number that it prints.
+
+        Args:
+            files: to score.
+            limit_s: time limit in seconds.
+            interrupted: function that returns True if there is no time left to wait for the program.
+
+        Raises:
+            MetricError: if it cannot be called, fails, takes too long, is interrupted, or prints no finite number.
+        """
+        with TemporaryFile() as out, TemporaryFile() as err:
+            process = self._call(files, (), out, err)
+            try:
+                self._wait(process, limit_s, interrupted)
+            finally:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):  # it may have ended by now
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            if process.returncode != 0:
+                said = _last_line(err)
+                raise MetricError(
+                    f"the metric {self.name} must end with status 0, but {self.path} {ending(process.returncode)}"
+                    + (f", and its last words are {shown(said)}" if said else "")
+                )
+            return self._number(_last_line(out), f"{self.path} printed")
+
+    def start(self, files: ScoredFiles, result: Path, log: Path) -> subprocess.Popen[bytes]:
+        """Call a late program, and return the process without waiting for it.
+
+        Args:
+            files: to score.
+            result: file for the number.
+            log: file for what the program prints.
+
+        Raises:
+            MetricError: if it cannot be called.
+            OSError: if the log cannot be written.
+        """
+        with log.open("wb") as stream:
+            return self._call(files, (result,), stream, stream)
+
+    def read(self, result: Path) -> float | None:
+        """Read the number from the file of a late program; None while there is none.
+
+        Raises:
+            MetricError: if the file has something else.
+            OSError: if it cannot be read.
+        """
+        with suppress(FileNotFoundError), result.open("rb") as stream:
+            if text := _last_line(stream):
+                return self._number(text, f"{result} has")
+        return None
+
+    def _number(self, text: str, where: str) -> float:
+        with suppress(ValueError):
+            if math.isfinite(number := float(text)):
+                return number
+        raise MetricError(
+            f"the metric {self.name} must give a finite number in its last line, but {where} "
+            f"{shown(text) if text else 'nothing'}"
+        )
+
+    def _call(
+        self, files: ScoredFiles, further: Sequence[Path], out: IO[Any], err: IO[Any]
+    ) -> subprocess.Popen[bytes]:
+        """Start the program in a session of its own, so that signals for this one do not reach it."""
+        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+        if files.sentences is not None:
+            environment[SENTENCES] = str(files.sentences.absolute())
+        paths = (self.path, files.hypothesis, files.reference, files.source, *further)
+        try:
+            return subprocess.Popen(
+                [str(path.absolute()) for path in paths],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise MetricError(
+                f"the metric {self.name} must be a program, but {self.path} cannot be started "
+                f"({error.strerror or error}); does its first line name an interpreter, such as #!/bin/sh?"
+            ) from error
+
+    def _wait(self, process: subprocess.Popen[bytes], limit_s: float, interrupted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                process.wait(_INTERVAL_S)
+                return
+            except subprocess.TimeoutExpired:
+                if interrupted():
+                    raise MetricError(f"the metric {self.name} was ended, because the run stops") from None
+                if time.monotonic() > deadline:
+                    raise MetricError(
+                        f"the metric {self.name} must end within {limit_s:g} s (validation.command_s), but "
+                        f"{self.path} has not; raise that, or let its result come late (late:{self.path})"
+                    ) from None
+
+
+def check_programs(metrics: Sequence[CommandMetric]) -> None:
+    """Check that programs can be called.
+
+    Raises:
+        ConfigError: if some cannot, all of them at once.
+    """
+    if problems := [metric.problem for metric in metrics if metric.problem]:
+        raise ConfigError(problems)
+
+
+def read_sentence_scores(path: Path, count: int) -> list[float] | None:
+    """Read the scores of sentences that a program has written; None if it has not, or not one for each sentence."""
+    try:
+        scores = [float(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError):
+        return None
+    return scores if len(scores) == count and all(map(math.isfinite, scores)) else None
+
+
+def ending(status: int) -> str:
+    """Return a phrase for the exit status of a process that failed."""
+    if status >= 0:
+        return f"ended with status {status}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"
+
+
+def _last_line(stream: IO[bytes]) -> str:
+    """Return the last line of a file that is not blank; "" if there is none."""
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - _LAST_BYTES))
+    lines = stream.read().decode("utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,275 @@
+"""Results of late metrics: programs are started, and the numbers are read that they or their jobs write.
+
+A validation with late values is recorded in the run, with what choosing the best checkpoint needs. So its result can
+be taken in by a resumed run, and by `choose-best` when training has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import MetricError, counted
+from deepspeed_nmt.evaluate.command_metrics import CommandMetric, ending
+from deepspeed_nmt.evaluate.metrics import Metric, validation_tag
+from deepspeed_nmt.files import atomic_write_text, parse_json
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
+from deepspeed_nmt.run.validation_texts import ValidationTexts
+from deepspeed_nmt.train.choosing import choose_late
+from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.session import LateValidation, Validation
+
+_UNKNOWN = float("-inf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of the best checkpoint among validations.
+
+    Attributes:
+        by: description of the measure that chooses; scores by equal ones can be compared.
+        tags: tags of its values, whose mean is the score.
+        losses: tags of the losses, whose mean decides between equal scores.
+        mean: tags under which these two means are logged; "" if they are those of one set.
+        sign: -1 if smaller values are better.
+        least: score below which only losses are compared.
+        decimals: number of decimals in which scores are compared.
+    """
+
+    by: str
+    tags: tuple[str, ...]
+    losses: tuple[str, ...]
+    mean: tuple[str, str]
+    sign: int
+    least: float
+    decimals: int
+
+    @classmethod
+    def of(cls, metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:
+        """Return the choice by a metric, or by the loss.
+
+        Args:
+            metric: the metric; None for the loss.
+            chooses: name of the set, or MEAN.
+            sets: names of all sets.
+            suffix: what the description of the measure ends in.
+        """
+        name = "loss" if metric is None else metric.name
+        of = list(sets) if chooses == MEAN else [chooses]
+        mean = (validation_tag(name, MEAN), validation_tag("loss", MEAN)) if chooses == MEAN else ("", "")
+        return cls(
+            by=validation_tag(name, chooses) + suffix,
+            tags=tuple(validation_tag(name, each) for each in of),
+            losses=tuple(validation_tag("loss", each) for each in of),
+            mean=mean,
+            sign=1 if metric is not None and metric.higher_is_better else -1,
+            # Losses, which are not rounded, decide alone.
+            least=float("inf") if metric is None else metric.least,
+            decimals=2 if metric is None else metric.decimals,
+        )
+
+    def judge(self, values: Mapping[str, float], may_await: int = 0) -> Validation:
+        """Return the validation with these values, the means that choose among them.
+
+        Args:
+            values: by tag. One that is missing leaves the score unknown.
+            may_await: number of newest validations whose scores may be awaited, if this one comes late.
+        """
+        values, score = dict(values), _UNKNOWN
+        loss = fmean(values[tag] for tag in self.losses)
+        if self.mean[1]:
+            values[self.mean[1]] = loss
+        if all(tag in values for tag in self.tags):
+            found = fmean(values[tag] for tag in self.tags)
+            score = self.sign * found
+            if self.mean[0]:
+                values[self.mean[0]] = found
+        return Validation(values, self.by, score, loss, self.least, self.decimals, may_await)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A validation with late values, on disk.
+
+    Attributes:
+        update: update after which the model was validated.
+        target_tokens: target tokens that the run had seen.
+        values: values that are known, by tag.
+        late: tags of those that are to come.
+        choice: how the best checkpoint is chosen.
+    """
+
+    update: int
+    target_tokens: int
+    values: dict[str, float]
+    late: tuple[str, ...]
+    choice: Choice
+
+    @classmethod
+    def read(cls, path: Path) -> _Record | None:
+        """Read a record; None if it is lost or damaged."""
+        try:
+            content = parse_json(path.read_bytes())
+            choice = content.pop("choice")
+            choice |= {name: tuple(choice[name]) for name in ("tags", "losses", "mean")}
+            record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice(**choice)})
+            record.choice.judge(record.values)
+            return record
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def validation(self) -> Validation | None:
+        """Return the validation; None while a value that chooses is to come."""
+        return None if set(self.late) & set(self.choice.tags) else self.choice.judge(self.values)
+
+
+class LateMetrics:
+    """The late metrics of a run. Only rank 0 has one.
+
+    Args:
+        run: run directory.
+        config: settings of validation.
+    """
+
+    def __init__(self, run: Path, config: ValidationConfig) -> None:
+        sets = (MAIN, *config.sets)
+        self._main = ValidationTexts(run, MAIN)
+        self._metrics: dict[str, tuple[CommandMetric, ValidationTexts]] = {
+            validation_tag(metric.name, name): (metric, ValidationTexts(run, name))
+            for name in sets
+            for metric in config.commands.values()
+            if metric.late
+        }
+        self._processes: dict[tuple[int, str], subprocess.Popen[bytes]] = {}
+        self._reported: set[tuple[int, str]] = set()
+
+    def start(self, update: int, target_tokens: int, values: Mapping[str, float], choice: Choice) -> None:
+        """Start all programs on the translations after an update, and record what is to come.
+
+        Args:
+            update: number of the update.
+            target_tokens: target tokens seen so far.
+            values: values that are known, by tag.
+            choice: how the best checkpoint is chosen.
+
+        Raises:
+            OSError: if that cannot be recorded.
+        """
+        started = []
+        for tag, (metric, texts) in self._metrics.items():
+            result = texts.result(update, metric.name)
+            result.unlink(missing_ok=True)  # of the same update before a rollback
+            try:
+                log = texts.path(update, f"{metric.name}.log")
+                self._processes[update, tag] = metric.start(texts.scored(update, metric.name), result, log)
+            except (MetricError, OSError) as error:
+                logger.warning("%s; %s of update %d is not known", error, tag, update)
+                continue
+            started.append(tag)
+        self._write(_Record(update, target_tokens, dict(values), tuple(started), choice))
+
+    def is_awaited(self, update: int) -> bool:
+        """Return True if the score of a validation comes late."""
+        record = _Record.read(self._main.path(update, "json"))
+        return record is not None and record.validation() is None
+
+    def outstanding(self) -> list[int]:
+        """Return the updates of validations some of whose values are to come, oldest first."""
+        return [record.update for record in self._records() if record.late]
+
+    def collect(self, awaited: Sequence[int]) -> list[LateValidation]:
+        """Return the late values that have come, and what is known of awaited validations, oldest first."""
+        records = list(self._records())
+        # Of a record that is lost nothing will come.
+        lost = sorted(set(awaited) - {record.update for record in records})
+        found = [LateValidation(update, {}, 0, Validation({}, "", _UNKNOWN, 0.0)) for update in lost]
+        for record in records:
+            after = self._taken(record)
+            if after != record:
+                try:
+                    self._write(after)
+                except OSError as error:
+                    logger.error("%s; late values are read again later, and training continues", error)
+            known = after.choice.judge(after.values).values
+            before = record.choice.judge(record.values).values
+            new = {tag: value for tag, value in known.items() if tag not in before}
+            if new or after.update in awaited:
+                found.append(LateValidation(after.update, new, after.target_tokens, after.validation()))
+        return found
+
+    def _taken(self, record: _Record) -> _Record:
+        """Return a record with the values that have come, and without those that will not come."""
+        values, late = dict(record.values), list(record.late)
+        for tag in record.late:
+            if tag not in self._metrics:  # of settings that have changed
+                late.remove(tag)
+                continue
+            metric, texts = self._metrics[tag]
+            try:
+                value = metric.read(texts.result(record.update, metric.name))
+            except (MetricError, OSError) as error:
+                value = None
+                self._warn(record.update, tag, f"{error}; it is read again at the next validation")
+            process = self._processes.get((record.update, tag))
+            if value is not None:
+                values[tag] = value
+                late.remove(tag)
+            elif process is not None and (status := process.poll()):
+                log = texts.path(record.update, f"{metric.name}.log")
+                self._warn(
+                    record.update, tag, f"{metric.path} {ending(status)}, so {tag} is not known; see {log}", ends=True
+                )
+                late.remove(tag)
+        for tag in set(record.late) - set(late):
+            self._processes.pop((record.update, tag), None)
+        return replace(record, values=values, late=tuple(late))
+
+    def _warn(self, update: int, tag: str, message: str, *, ends: bool = False) -> None:
+        """Warn once of a late value, and once of its end."""
+        if ends or (update, tag) not in self._reported:
+            self._reported.add((update, tag))
+            logger.warning("update %d: %s", update, message)
+
+    def _records(self) -> Iterator[_Record]:
+        found = map(_Record.read, self._main.directory.glob("update-*.json"))
+        return iter(sorted((each for each in found if each is not None), key=lambda each: each.update))
+
+    def _write(self, record: _Record) -> None:
+        atomic_write_text(self._main.path(record.update, "json"), json.dumps(asdict(record), indent=1))
+
+
+def choose_again(run: Run) -> str:
+    """Log the late values of a run that have come, choose its best checkpoint by them, and return a line about it.
+
+    Args:
+        run: a run that is not being trained.
+
+    Raises:
+        CheckpointError: if it has no checkpoint, or the newest one is damaged.
+        OSError: if the choice cannot be recorded.
+    """
+    store = run.checkpoints
+    newest = store.open("last")
+    before = newest.progress
+    late = LateMetrics(run.path, run.config.validation).collect(before.awaited)
+    if new := [each for each in late if each.values]:
+        with Metrics(run.path, True, before.update, before.update) as metrics:
+            for each in new:
+                metrics.log_earlier(each.update, {**each.values, "train/target_tokens": float(each.target_tokens)})
+    kept = [store.update_of(name) for name in store.names()]
+    progress, _ = choose_late(before, late, kept, lambda update, over: True, warn=True)
+    if progress != before:
+        store.restate(newest, progress)
+    awaited = f"; {counted(len(progress.awaited), 'scores')} still to come" if progress.awaited else ""
+    best = store.best()
+    if best is None or progress.best_score is None:
+        return f"{run.path} has no best checkpoint yet{awaited}"
+    was = "" if progress.best_update == before.best_update else f", before it update {before.best_update}"
+    known = "" if progress.best_score == _UNKNOWN else f" {abs(progress.best_score):.4f}"
+    return f"best checkpoint: {store.directory / best} ({progress.best_by}{known}{was}){awaited}"

@@ -1,0 +1,163 @@
+"""Programs that are metrics, on the spot and late: they choose the best checkpoint, and fail without ending a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from deepspeed_nmt.cli import main
+from deepspeed_nmt.train.checkpoint import Checkpoint
+from tests.support import run_ranks
+from tests.system.conftest import SMALL
+
+UPDATES = (4, 8, 12)
+
+
+def program(path: Path, *lines: str) -> Path:
+    """Write a shell script that may be called."""
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+    return path
+
+
+def logged(run: Path, tag: str) -> dict[int, float]:
+    """The values of a tag by update, in the order of the log."""
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["update"]: line[tag] for line in lines if tag in line}
+
+
+def best_of(run: Path, update: int = 12) -> tuple[int, float | None]:
+    """The best update and its score, as a checkpoint records them."""
+    progress = Checkpoint(run / "checkpoints" / f"update-{update:07d}").progress
+    return progress.best_update, progress.best_score
+
+
+@pytest.fixture(scope="module")
+def scored(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks, scored by programs: by one of which less is better, by a late one, and by one that fails.
+
+    Only the newest checkpoint is kept, and the best one. The late program chooses. Its second result comes while the
+    third validation is scored, its others have not come when training ends.
+    """
+    scratch = tmp_path_factory.mktemp("scored")
+    count = program(
+        scratch / "count.sh",
+        'case "$1" in *0012.txt) echo 0.5 > "${1%0012.txt}0008.rated.result" ;; esac',
+        "echo words:",
+        'cat "$1" | wc -w',
+        'env | grep "^RANK=" || true',
+    )
+    late = program(scratch / "late.sh", 'echo "$@"')
+    broken = program(scratch / "broken.sh", "echo 3", "echo out of memory >&2", "exit 9")
+    metrics = f"[bleu,command:{count}:lower,rated=late:{late},command:{broken}]"
+    words = ["train", "--data", str(data), "--run", str(scratch / "run"), *SMALL, "engine.name=plain"]
+    words += [f"validation.metrics={metrics}", "validation.best_by=rated", "training.keep_last=1"]
+    run_ranks(["-m", "deepspeed_nmt", *words, "model.dropout=0"], 2, scratch, timeout=120)
+    return scratch / "run"
+
+
+def test_translations_of_all_validations_are_kept_beside_their_sources_and_references(
+    data: Path, scored: Path
+) -> None:
+    texts = scored / "validation" / "main"
+    sides = [(data / f"valid.{side}").read_text().splitlines()[:7] for side in ("source", "target")]
+    assert (texts / "source.txt").read_text().splitlines() == sides[0]
+    assert (texts / "reference.txt").read_text().splitlines() == sides[1]
+    for update in UPDATES:
+        assert (texts / f"update-{update:07d}.txt").read_text().count("\n") == 7
+    signatures = json.loads((texts / "signatures.json").read_text())
+    assert list(signatures) == ["bleu", "count", "rated", "broken"]
+    assert signatures["bleu"].startswith("nrefs:1|") and signatures["count"].endswith("|lower")
+    board = EventAccumulator(str(scored / "tensorboard"))
+    board.Reload()
+    (first, *_) = board.Tensors("valid/samples/text_summary")
+    table = first.tensor_proto.string_val[0].decode()
+    assert first.step == 4 and table.startswith("| source | reference | translation |") and table.count("\n") == 7
+    assert sides[0][0] in table
+
+
+def test_a_program_scores_on_the_spot_and_one_that_fails_is_left_out(scored: Path) -> None:
+    words = {
+        update: len((scored / "validation" / "main" / f"update-{update:07d}.txt").read_text().split())
+        for update in UPDATES
+    }
+    assert logged(scored, "valid/count") == words
+    assert not logged(scored, "valid/broken")
+    said = (scored / "logs" / "rank-0.log").read_text()
+    assert (
+        said.count("broken.sh ended with status 9, and its last words are 'out of memory'; valid/broken of up") == 3
+    )
+
+
+def test_a_late_score_chooses_an_older_checkpoint_while_the_run_trains(scored: Path) -> None:
+    assert logged(scored, "valid/rated") == {8: 0.5}, "under the update that it belongs to"
+    assert best_of(scored) == (8, 0.5)
+    kept = {path.name for path in (scored / "checkpoints").glob("update-*")}
+    assert kept == {f"update-{update:07d}" for update in UPDATES}, "4 is awaited, 8 the best, 12 the newest"
+    assert Checkpoint(scored / "checkpoints" / "update-0000012").progress.awaited == (4, 12)
+    said = (scored / "logs" / "rank-0.log").read_text()
+    assert f"2 validations have scores to come; `deepspeed-nmt choose-best --run {scored}`" in said
+    texts = scored / "validation" / "main"
+    arguments = (texts / "update-0000004.rated.log").read_text().split()
+    names = ("update-0000004.txt", "reference.txt", "source.txt", "update-0000004.rated.result")
+    assert arguments == [str(texts / name) for name in names]
+
+
+@pytest.mark.parametrize("how", ["choose-best", "train"])
+def test_scores_that_come_after_the_end_choose_too(
+    how: str, scored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(scored, tmp_path / "run")
+    (run / "validation" / "main" / "update-0000004.rated.result").write_text("0.9\n")
+    command = [how, "--run", str(run), *(SMALL if how == "train" else [])]
+    assert main(command) == 0
+    assert logged(run, "valid/rated") == {8: 0.5, 4: 0.9} and best_of(run) == (4, 0.9)
+    assert Checkpoint(run / "checkpoints" / "update-0000012").progress.awaited == (12,)
+    assert (run / "checkpoints" / "best").read_text() == "update-0000004\n"
+    said = capsys.readouterr()
+    assert "late values of update 4: valid rated 0.900" in said.err
+    if how == "choose-best":
+        assert f"{run}/checkpoints/update-0000004 (valid/rated 0.9000, before it update 8); 1 score still" in said.out
+    assert main(command) == 0 and best_of(run) == (4, 0.9)
+    assert "late values" not in capsys.readouterr().err, "they are logged once"
+
+
+def test_a_program_chooses_and_only_significant_gains_reset_patience(scored: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(scored, tmp_path / "run")
+    # Each validation is better than the one before by as much in every sentence, which is significant at any level
+    # that 1000 resamples can show, and at no lower one.
+    less = program(
+        tmp_path / "less.sh",
+        "number=$(basename \"$1\" .txt | sed 's/update-0*//')",
+        'for _ in 1 2 3 4 5 6 7; do expr 100 - "$number"; done | tee "$DEEPSPEED_NMT_SENTENCES"',
+    )
+    settings = [f"validation.metrics=[command:{less}:lower]", "validation.best_by=less", "training.validate_every=1"]
+    settings += ["collapse.every=0", "training.patience=2", "training.max_updates=16"]
+    assert main(["train", "--run", str(run), *settings, "validation.significant=0.0005"]) == 0
+    progress = Checkpoint(run / "checkpoints" / "update-0000015").progress
+    assert logged(run, "valid/less") == {13: 87.0, 14: 86.0, 15: 85.0}, "stopped early"
+    assert (progress.best_by, progress.best_update, progress.best_score) == ("valid/less", 15, -85.0)
+    assert (progress.validations_since_best, progress.patience_update) == (2, 13)
+    assert progress.awaited == (), "another measure chooses now"
+    texts = {path.name for path in (run / "validation" / "main").glob("update-*.txt")}
+    assert texts == {f"update-{update:07d}.txt" for update in (*UPDATES, 13, 14, 15)}
+    assert "p = 0.0010, no significant gain" in (run / "logs" / "rank-0.log").read_text()
+    assert main(["train", "--run", str(run), "validation.significant=0.05", "training.patience=3"]) == 0
+    progress = Checkpoint(run / "checkpoints" / "update-0000016").progress
+    assert (progress.best_update, progress.validations_since_best) == (16, 0)
+
+
+def test_a_run_whose_program_is_missing_does_not_begin(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--data", str(data), "--run", str(tmp_path / "run"), *SMALL]
+    assert main([*command, f"validation.metrics=[late:{tmp_path}/none.sh]"]) == 2
+    assert f"the metric none must be a program, but {tmp_path}/none.sh does not exist; correct" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "run" / "config.yaml").exists()
