@@ -85,7 +85,12 @@ def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters:
 
 def layers_of(parameters: Sequence[str]) -> list[str]:
     """Return the layers (or other modules) of some parameters, each once, in order of first occurrence."""
-    return list(dict.fromkeys(re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", name) for name in parameters))
+    return list(dict.fromkeys(map(layer_of, parameters)))
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer, or of the other module, that a parameter belongs to."""
+    return re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", parameter)
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
