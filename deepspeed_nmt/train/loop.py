@@ -14,6 +14,7 @@ from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.norms import norms_by_layer
 from deepspeed_nmt.train.optimizer import learning_rate
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
@@ -39,11 +40,12 @@ def train(session: Session, progress: Progress) -> Progress | None:
         OSError: if the last checkpoint cannot be written.
     """
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
+    events = session.events
     if _stop_requested(session.stop, world):  # requested during set-up
         return progress
     plan, corpora = session.loader.plan, session.loader.corpora.parts
     window = Window(session.workload, [corpus.name for corpus in corpora])
-    spikes = SpikeWatch(config.spike_factor)
+    spikes = SpikeWatch(config.spike_factor, events)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
@@ -59,15 +61,18 @@ def train(session: Session, progress: Progress) -> Progress | None:
             lr = learning_rate(update.number, session.optimizer.lr, session.schedule, config.max_updates)
             with explained(f"update {update.number}", update.micro_batches, world.device):
                 explain = worth_explaining(progress.skipped, loss_scale)
+                measure = config.norms_every > 0 and update.number % config.norms_every == 0
+                begins = _micro_batch_callback(watchdog, update)
                 result = engine.update(
-                    update.micro_batches, update.target_tokens, lr, explain, _micro_batch_callback(watchdog, update)
+                    update.micro_batches, update.target_tokens, lr, explain, begins, measure=measure
                 )
             loss_scale = result.loss_scale
             progress = _advance(progress, update, result.skipped, time.monotonic() - started)
+            events.at(progress.update)
             if result.skipped:
-                cause = report_skip(update, result, progress.skipped, parameters, world)
+                cause = report_skip(update, result, progress.skipped, parameters, world, events)
                 if progress.skipped >= config.max_skipped:
-                    roll_back(session.store, progress, cause, config.max_rollbacks, world)
+                    roll_back(session.store, progress, cause, config.max_rollbacks, world, events)
                     return None
             spikes(update, result, world)
             window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
@@ -86,6 +91,9 @@ def train(session: Session, progress: Progress) -> Progress | None:
                         values[f"data/{corpus.name}/epochs"] = count
                         values[f"data/{corpus.name}/target_tokens"] = count * corpus.mean_target_tokens
                 session.metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
+            if result.squares is not None:
+                norms = norms_by_layer(result.squares)
+                session.metrics.log(progress.update, {**norms, "train/target_tokens": float(progress.target_tokens)})
             if session.monitor.due(progress.update):
                 progress, fatal = _measure_collapse(session, progress)
             validating = validating or _due(config.validate_every, progress)
@@ -164,6 +172,9 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
     if not found.improves_on(progress):
         return replace(progress, validations_since_best=progress.validations_since_best + 1), False
+    measure, value = found.best_by.partition(" ")[0], abs(found.score)
+    text = f"update {progress.update} is the best so far: {measure} {value:.{found.decimals}f}"
+    session.events.record("best", progress.update, text, measure=measure, score=value, loss=found.loss)
     return replace(
         progress,
         best_score=found.score,

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.events import Event
+from deepspeed_nmt.train.notify import words_of
 from deepspeed_nmt.train.progress import Progress
 
 if TYPE_CHECKING:  # the settings are read by commands that do not train
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import World
     from deepspeed_nmt.train.collapse import CollapseMonitor
+    from deepspeed_nmt.train.events import Events
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
     from deepspeed_nmt.train.progress import Progress
@@ -56,6 +59,23 @@ class TrainingConfig(Config):
         default="auto",
         description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
     )
+    norms_every: int = Field(
+        default=100, ge=0, description="updates between norms of gradient and weight change by layer; 0: never"
+    )
+    notify: str = Field(
+        default="",
+        description="command that runs in the background for some events, with the event in JSON on stdin; no shell "
+        "runs it",
+    )
+    notify_on: tuple[Event, ...] = Field(
+        default=("stop", "failure", "collapse", "best", "end"), description="events for which training.notify runs"
+    )
+
+    @field_validator("notify")
+    @classmethod
+    def _is_split(cls, notify: str) -> str:
+        words_of(notify)
+        return notify
 
     def ends_at(self, progress: Progress) -> bool:
         """Return True if training is over at this progress, by its length or by early stopping."""
@@ -124,6 +144,7 @@ class Session:
         monitor: measurement of source reliance.
         store: checkpoints of the run.
         metrics: log of the run.
+        events: history of the run.
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
         watchdog: monitor of the ranks, which records the work of this rank.
@@ -139,6 +160,7 @@ class Session:
     monitor: CollapseMonitor
     store: CheckpointStore
     metrics: Metrics
+    events: Events
     world: World
     stop: StopRequest
     watchdog: Watchdog

@@ -15,6 +15,7 @@ from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
+from deepspeed_nmt.train.events import NO_EVENTS
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import TrainingConfig, Validation
 from deepspeed_nmt.train.throughput import Window, Workload
@@ -71,6 +72,7 @@ def validated(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
             validator={update: found}.__getitem__,
             metrics=SimpleNamespace(log=lambda *args: None),
+            events=NO_EVENTS,
         )
         progress, best = loop._validate(session, Progress(**{**asdict(progress), "update": update}))
         best_at += [update] * best
