@@ -120,7 +120,7 @@ def _at_once(parts: Sequence[AdamPart | None]) -> Iterator[tuple[AdamGroup, list
         for number, part in enumerate(parts):
             if part is None or part.group != group:
                 continue
-            columns = [tensor.detach().flatten().split(_AT_ONCE) for tensor in part[:3]]
+            columns = [torch.split(tensor.detach().flatten(), _AT_ONCE) for tensor in part[:3]]
             for weight, mean, square in zip(*columns, strict=True):
                 found.append((number, AdamPart(weight, mean, square, group)))
                 elements += weight.numel()

@@ -38,6 +38,7 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
+from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, plan_of, resolve_run
@@ -201,8 +202,11 @@ def _session(
             name: ValidationSet(each.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
             for name, each in job.sets.items()
         }
+        # Attention to a source belongs to a token that is predicted next.
+        count = config.validation.attention_images if config.search.left_to_right else 0
+        attention = AttentionImages(valid[MAIN].corpus, job.sets[MAIN].tokenizer(), count) if count else None
         validator = ModelValidator(
-            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog
+            replica, objective, job.sets, valid, config.validation, config.search, world, job.watchdog, attention
         )
         data.check_same()  # files that are open now stay those whose hashes were verified
         for each in job.sets.values():

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import fmean
 
 import torch
@@ -20,6 +21,7 @@ from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
 from deepspeed_nmt.search import SearchConfig
@@ -45,6 +47,7 @@ class ModelValidator:
         search: the search and its settings.
         world: the ranks.
         watchdog: records the set that is validated, if there are several.
+        attention: draws the cross-attention of some sentences; None for no images.
 
     Raises:
         ConfigError: if the text of a set cannot be brought into the form that a metric requires.
@@ -60,7 +63,9 @@ class ModelValidator:
         search: SearchConfig,
         world: World,
         watchdog: Watchdog,
+        attention: AttentionImages | None = None,
     ) -> None:
+        self._attention = attention if world.is_main else None
         self._replica = replica
         self._world = world
         self._watchdog = watchdog
@@ -79,10 +84,13 @@ class ModelValidator:
         """Validate the weights after ``update`` and return the values and the score. All ranks call it together."""
         values: dict[str, float] = {}
         seconds = dict.fromkeys(self._sets, 0.0)
+        images: Images = {}
         with self._replica.at(update) as model:
             for name, each in self._sets.items():
                 with self._measuring(name, update, seconds):
                     values |= each.losses(model)
+            if self._attention is not None:
+                images = self._attention(model, self._world.device)
             translated = {name: each for name, each in self._sets.items() if each.is_translated}
             if translated:
                 with packed_weights(model, self._world.device):
@@ -92,7 +100,7 @@ class ModelValidator:
         if len(seconds) > 1 and self._world.is_main:
             shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
             logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
-        return self._judged(values)
+        return replace(self._judged(values), images=images)
 
     def _judged(self, values: dict[str, float]) -> Validation:
         """Return the values, with their means if these choose, and the score."""

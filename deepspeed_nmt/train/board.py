@@ -1,8 +1,8 @@
 """TensorBoard's page "Custom Scalars": the charts of a run, by category.
 
-The layout is the same for all runs: a chart is given by regular expressions that tags must match from their beginning,
-and one without values stays empty. TensorBoard shows the charts of several runs together once, and a resumed run's
-layout, which is equal, in the place of the first.
+The layout is the same for all runs: a chart is given by regular expressions that tags must match from their
+beginning, and one without values stays empty. TensorBoard shows a chart once for all runs together, and once for all
+starts of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYOUT: Layout = {
         "further sums of the objective": _chart(r"^train/(divergence|ald|length)"),
     },
     "Quality": {
-        "metrics of all validation sets": _chart(rf"{_SET}(?!loss|nll|ppl)[^/]+"),
+        "metrics of all validation sets": _chart(rf"{_SET}(?!(loss|nll|ppl)$)[^/]+"),
         "perplexity": _chart(r"^train/ppl", rf"{_SET}ppl"),
     },
     "Collapse": {

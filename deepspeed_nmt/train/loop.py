@@ -170,6 +170,7 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     session.watchdog.at(f"validating after update {progress.update}", slow=True)
     found = session.validator(progress.update)
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
+    session.metrics.draw(progress.update, found.images)
     if not found.improves_on(progress):
         return replace(progress, validations_since_best=progress.validations_since_best + 1), False
     measure, value = found.best_by.partition(" ")[0], abs(found.score)

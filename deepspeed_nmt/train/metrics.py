@@ -18,8 +18,8 @@ Tags:
 - ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
 - ``collapse/seconds``: duration of the measurement.
-- ``norm/gradient/PATH``, ``norm/update/PATH``: norms of the gradient before clipping, and of the change of the weights
-  in one update, of a layer or another part of the model; see :mod:`deepspeed_nmt.train.norms`.
+- ``norm/gradient/PART``, ``norm/update/PART``: norms of the gradient before clipping, and of the change of the
+  weights in one update, of a layer or another part of the model; see :mod:`deepspeed_nmt.train.norms`.
 - ``perf/target_tokens_per_s``: target tokens a second over all ranks.
 - ``perf/hours``: hours spent in updates, over all restarts.
 - ``perf/padding``: share of positions that are padding.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field, field_validator
@@ -14,6 +15,9 @@ from deepspeed_nmt.train.notify import words_of
 from deepspeed_nmt.train.progress import Progress
 
 if TYPE_CHECKING:  # the settings are read by commands that do not train
+    import numpy as np
+    from numpy.typing import NDArray
+
     from deepspeed_nmt.data.loader import TrainLoader
     from deepspeed_nmt.engine.base import Engine
     from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -97,6 +101,7 @@ class Validation:
         loss: validation loss, which decides between equal scores.
         least: score below which only losses are compared.
         decimals: number of printed decimals; scores that are equal in them are equal.
+        images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
     """
 
     values: dict[str, float]
@@ -105,6 +110,7 @@ class Validation:
     loss: float
     least: float = -math.inf
     decimals: int = 2
+    images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def improves_on(self, progress: Progress) -> bool:
         """Return True if this validation is better than the best so far: by its score, at equal scores by its loss.

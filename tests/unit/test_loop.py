@@ -71,7 +71,7 @@ def validated(
         session: Any = SimpleNamespace(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
             validator={update: found}.__getitem__,
-            metrics=SimpleNamespace(log=lambda *args: None),
+            metrics=SimpleNamespace(log=lambda *args: None, draw=lambda *args: None),
             events=NO_EVENTS,
         )
         progress, best = loop._validate(session, Progress(**{**asdict(progress), "update": update}))
