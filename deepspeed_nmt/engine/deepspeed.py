@@ -275,7 +275,8 @@ class DeepSpeedEngine(Engine):
         """Return this rank's part of a trained parameter, without padding; see :func:`shard`."""
         if self._stage == 0:
             own = {WEIGHT: parameter.detach(), GRADIENT: parameter.grad}
-            return own[which] if which in own else self._zero.state[parameter][which]
+            found: Tensor | None = own[which] if which in own else self._zero.state[parameter][which]
+            return found
         if self._stage < 3:
             return shard(parameter, which)
         part = self._stage_3_part(parameter, which)

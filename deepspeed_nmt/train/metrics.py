@@ -157,7 +157,7 @@ class Metrics:
 
             first, self._first = self._first, 1  # once
             self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
-            self._board.add_custom_scalars(LAYOUT)  # type: ignore[no-untyped-call]
+            self._board.add_custom_scalars(LAYOUT)
         return self._board
 
     def _report(self, error: OSError) -> None:
