@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks
-from deepspeed_nmt.parallel.slices import SLICE
+from deepspeed_nmt.parallel.slices import sum_over_slices
 from deepspeed_nmt.parallel.world import World
 
 _AT_ONCE = 1 << 22
@@ -166,11 +165,7 @@ def whole_squares(
         world: the ranks.
     """
     squares_2P = torch.stack([gradient_P.to(world.device), change_P.to(world.device)])
-    if world.tensor_ranks > 1:
-        if world.tensor_rank > 0:  # which has the same parameters as the first one where they are not sliced
-            sliced_P = torch.tensor([hasattr(parameter, SLICE) for parameter in named.values()], device=world.device)
-            squares_2P = squares_2P * sliced_P
-        dist.all_reduce(squares_2P, group=world.tensor_group)
+    squares_2P = sum_over_slices(squares_2P, list(named.values()), world)
     if sharded:
         all_reduce_over_data_ranks(squares_2P, world)
     gradient, change = squares_2P.tolist()
