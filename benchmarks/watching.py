@@ -4,8 +4,9 @@
 
 The model is transformer_base (6+6 layers, D=512, V=32,000) in fp32. An update has one micro-batch of about 2,048
 target tokens, a sixteenth of that of the recipe, so the shares of a real run are smaller. All is timed in one
-process: the calls by which the engine measures norms, in each second update, and the other parts by themselves. Shares
-are those of the default settings, norms each 100 updates, with a validation (three images) and an event each 1,000.
+process: the calls by which the engine measures norms, in each second update, and the other parts by themselves.
+Shares are those of the default settings, norms each 100 updates, with a validation (three images) and an event each
+1,000.
 """
 
 from __future__ import annotations
