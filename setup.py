@@ -23,6 +23,7 @@ setup(
         "deepspeed>=0.19,<0.20",
         "matplotlib>=3.8",
         "numpy>=1.26",
+        "pillow>=10.1",
         "protobuf>=4.21",
         "pydantic>=2.7,<3",
         "pyyaml>=6",

@@ -80,11 +80,13 @@ class ReportedError(Exception):
 
     Args:
         status: exit status of the process.
+        reason: the reason, if this rank knows it.
     """
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, reason: str = "") -> None:
         super().__init__(status)
         self.status = status
+        self.reason = reason
 
 
 @contextmanager

@@ -30,7 +30,7 @@ for directory in "$@"; do
     named="$named${named:+,}$directory:$directory" # the whole path: runs of two sweeps have the same last names
 done
 use_venv
-say "http://localhost:$port"
+say "http://localhost:$port/#custom_scalars"
 if [ $# = 1 ]; then
     exec tensorboard --logdir "$1" --port "$port"
 fi

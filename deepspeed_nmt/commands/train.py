@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
+from deepspeed_nmt.errors import ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -83,8 +83,10 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.environment import environment, summary
     from deepspeed_nmt.run.lock import RunLock
     from deepspeed_nmt.run.resolve import check_ranks_agree
-    from deepspeed_nmt.run.trainer import Job, train_run
+    from deepspeed_nmt.run.trainer import Job, finish, train_run
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
+    from deepspeed_nmt.train.events import Events
+    from deepspeed_nmt.train.notify import Notifier
 
     with once_per_host():
         isolate_extension_builds()
@@ -122,26 +124,13 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
         if world.is_main:
             logger.info("%s", summary(environment()))
-        watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s)
-        with watchdog:
-            progress = train_run(Job(arguments.run, config, data, sets, origin, world, stop, watchdog))
-        if stop.agreed:
-            logger.info(
-                "stopped by %s after update %d; start the same command again to resume",
-                stop.signal_name,
-                progress.update,
-            )
-            return EXIT_STOPPED
-        score = progress.best_score
-        best = "" if score is None or not math.isfinite(score) else f", best validation score {abs(score):.2f}"
-        logger.info(
-            "done: %d updates, %s target tokens%s (update %d)",
-            progress.update,
-            f"{progress.target_tokens:,}",
-            best,
-            progress.best_update,
-        )
-        return 0
+        notifier = Notifier(config.training.notify, config.training.notify_on)
+        with Events(arguments.run, world.is_main, notifier) as events:
+            watchdog = Watchdog(world, engine.silent_s, engine.stuck_s, engine.timeout_s, failed=events.fail)
+            job = Job(arguments.run, config, data, sets, origin, world, stop, watchdog, events)
+            with watchdog:
+                progress = train_run(job)
+            return finish(job, progress)
     finally:
         if lock is not None:
             lock.release()

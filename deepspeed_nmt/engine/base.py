@@ -22,6 +22,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.gathering import HostCopies, names_by_layer
+from deepspeed_nmt.engine.norms import Squares
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's first and second moment, by torch's names."""
@@ -43,6 +44,8 @@ class UpdateResult:
         loss_scale: factor on the loss during this update; 1 unless the precision is fp16.
         culprits: names of parameters whose gradients are not finite, if the update was skipped and they were
             determined. Contains only parameters of which this rank holds a part.
+        squares: of gradient and change by parameter, equal on all ranks; None if they were not asked for, or the
+            update was skipped.
     """
 
     sums: dict[str, Tensor]
@@ -50,6 +53,7 @@ class UpdateResult:
     skipped: bool
     loss_scale: float
     culprits: tuple[str, ...] = ()
+    squares: Squares | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Engine(ABC):
         lr: float,
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        measure: bool = False,
     ) -> UpdateResult:
         """Carry out one update. Collective: all ranks must call it.
 
@@ -133,6 +138,7 @@ class Engine(ABC):
             explain: determine the culprits of a skipped step even if that costs time. If False, they are determined
                 only where they cost nothing, and never when fp16's loss scale can be the cause.
             on_micro_batch: called with the index of each micro-batch, from 0, before it runs.
+            measure: measure the squares of gradient and change; equal on all ranks.
         """
 
     @abstractmethod

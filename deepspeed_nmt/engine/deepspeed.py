@@ -48,6 +48,8 @@ from deepspeed_nmt.engine.base import (
 from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.engine.ds_config import zero_stage
 from deepspeed_nmt.engine.feed import on_device
+from deepspeed_nmt.engine.norms import AdamPart, adam_groups, squared_changes, squares_of, whole_squares
+from deepspeed_nmt.engine.shards import GRADIENT, shard
 from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks, gather_over_data_ranks
 from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
 from deepspeed_nmt.parallel.tensor import ModelParallelUnit
@@ -87,6 +89,7 @@ class DeepSpeedEngine(Engine):
         self._dummy = dummy
         self._stage = zero_stage(ds_config)
         self._clip_norm = float(ds_config["gradient_clipping"])
+        self._groups = adam_groups(optimizer)
         # Frozen weights are saved from this copy: DeepSpeed casts them to 16 bit, or partitions them.
         self._frozen = {
             name: parameter.detach().float().cpu().clone()
@@ -102,6 +105,7 @@ class DeepSpeedEngine(Engine):
         )
         self.module = self._engine.module
         self._named: dict[str, nn.Parameter] = dict(self.module.model.named_parameters())
+        self._trained = {name: parameter for name, parameter in self._named.items() if parameter.requires_grad}
         self._stepped = False
         scaler = self._scaler()
         if scaler is not None:
@@ -115,9 +119,11 @@ class DeepSpeedEngine(Engine):
         lr: float,
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        measure: bool = False,
     ) -> UpdateResult:
         # DeepSpeed averages gradients over the ranks; the contract is the sum over the update's tokens.
-        result = self._run(micro_batches, self._world.data_ranks / target_tokens, lr, explain, on_micro_batch)
+        factor = self._world.data_ranks / target_tokens
+        result = self._run(micro_batches, factor, lr, explain, on_micro_batch, measure)
         self._stepped = self._stepped or not result.skipped
         return result
 
@@ -141,6 +147,7 @@ class DeepSpeedEngine(Engine):
         lr: float,
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        measure: bool = False,
     ) -> UpdateResult:
         """Carry out one update with the loss multiplied by ``factor``; see :meth:`Engine.update`."""
         self._engine.train()
@@ -173,11 +180,17 @@ class DeepSpeedEngine(Engine):
                         group["lr"] = 0.0
             elif last and explain:
                 # DeepSpeed skips the step inside step(), which also frees the gradients.
-                culprits = not_finite({name: self._local_gradient(p) for name, p in self._named.items()})
+                culprits = not_finite({name: self._part(p, GRADIENT) for name, p in self._trained.items()})
+            if last and measure:  # step() frees the gradients
+                gradient_P = squares_of([self._part(p, GRADIENT) for p in self._trained.values()]) / scale**2
             self._engine.step()
         if self._stage > 0:
             norm, skipped = float(self._engine.get_global_grad_norm()), bool(self._zero.overflow)
-        return UpdateResult(sums, norm, skipped, scale, culprits if skipped else ())
+        squares = None
+        if measure and not skipped:
+            change_P = squared_changes([self._adam_part(p) for p in self._trained.values()], lr, self._steps())
+            squares = whole_squares(self._trained, gradient_P, change_P, self._stage > 0, self._world)
+        return UpdateResult(sums, norm, skipped, scale, culprits if skipped else (), squares)
 
     @override
     def scalars(self) -> EngineScalars:
@@ -247,21 +260,37 @@ class DeepSpeedEngine(Engine):
             elif "step" in state:
                 state["step"] = step
 
-    def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return this rank's part of a gradient after the backward pass of ZeRO 1 to 3; None if it holds no part.
+    def _steps(self) -> int:
+        """Return the number of steps that Adam has taken; it is the same for all parameters."""
+        return int(next(iter(self._inner().state.values()))["step"])
 
-        DeepSpeed's accessor for whole gradients is a collective, but a rank enters it only if it holds a part.
-        """
-        if not parameter.requires_grad or parameter.grad is not None:
-            return parameter.grad
-        if self._stage == 3:
-            gradient: Tensor | None = safe_get_local_grad(parameter)
-            return gradient
-        mapping: Any = getattr(parameter, "_hp_mapping", None)  # ZeRO 1 and 2 record there where the part is
-        if mapping is None:
+    def _adam_part(self, parameter: nn.Parameter) -> AdamPart | None:
+        """Return this rank's part of a trained parameter and of its moments; None if it holds no part."""
+        weight, mean, square = (self._part(parameter, which) for which in (WEIGHT, *MOMENTS))
+        if weight is None or mean is None or square is None:
             return None
-        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
-        return gradient
+        return AdamPart(weight, mean, square, self._groups[parameter])
+
+    def _part(self, parameter: Any, which: str) -> Tensor | None:
+        """Return this rank's part of a trained parameter, without padding; see :func:`shard`."""
+        if self._stage == 0:
+            own = {WEIGHT: parameter.detach(), GRADIENT: parameter.grad}
+            found: Tensor | None = own[which] if which in own else self._zero.state[parameter][which]
+            return found
+        if self._stage < 3:
+            return shard(parameter, which)
+        part = self._stage_3_part(parameter, which)
+        return part[: max(0, parameter.ds_numel - part.numel() * self._world.data_rank)]
+
+    def _stage_3_part(self, parameter: nn.Parameter, which: str) -> Tensor:
+        """Return this rank's part of a trained parameter, flat and with its padding."""
+        if which == GRADIENT:
+            part: Tensor = safe_get_local_grad(parameter)
+        elif which == WEIGHT:
+            part = safe_get_local_fp32_param(parameter)
+        else:
+            part = safe_get_local_optimizer_state(parameter, which)
+        return part.flatten()
 
     def _scaler(self) -> Any:
         """Return DeepSpeed's dynamic loss scaler; None if the precision is not fp16."""
@@ -287,23 +316,15 @@ class DeepSpeedEngine(Engine):
     def _unsharded(self, wanted: Sequence[Wanted]) -> list[Tensor]:
         """Return the fp32 weights or moments of trained parameters, by one collective over data-parallel ranks."""
         parameters: list[Any] = [self._named[name] for name, _ in wanted]
-        keys = [None if which == WEIGHT else which for _, which in wanted]
         if self._stage == 0:
-            return [
-                parameter.detach() if key is None else self._zero.state[parameter][key]
-                for parameter, key in zip(parameters, keys, strict=True)
-            ]
+            parts = [self._part(parameter, which) for parameter, (_, which) in zip(parameters, wanted, strict=True)]
+            return [part for part in parts if part is not None]
         if not wanted:
             return []
         if self._stage == 3:
-            parts = [
-                safe_get_local_fp32_param(parameter)
-                if key is None
-                else safe_get_local_optimizer_state(parameter, key)
-                for parameter, key in zip(parameters, keys, strict=True)
-            ]
+            shards = [self._stage_3_part(p, which) for p, (_, which) in zip(parameters, wanted, strict=True)]
             columns = torch.split(
-                gather_over_data_ranks(torch.cat(parts), self._world), [part.numel() for part in parts], dim=1
+                gather_over_data_ranks(torch.cat(shards), self._world), [part.numel() for part in shards], dim=1
             )
             return [
                 column.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
@@ -312,11 +333,9 @@ class DeepSpeedEngine(Engine):
         # A rank's share begins and ends anywhere in the optimizer's flat tensor. A sum with zeros is exact.
         flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=self.device)
         wholes = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, key, whole in zip(parameters, keys, wholes, strict=True):
-            mapping = parameter._hp_mapping  # ZeRO 1 and 2 record there which part this rank has
-            if mapping is not None:
-                share = mapping.lp_fragment_address
-                whole.narrow(0, share.start, share.numel).copy_(mapping.get_hp_fragment(key))
+        for parameter, (_, which), whole in zip(parameters, wanted, wholes, strict=True):
+            if (part := shard(parameter, which)) is not None:
+                whole.narrow(0, parameter._hp_mapping.lp_fragment_address.start, part.numel()).copy_(part)
         all_reduce_over_data_ranks(flat, self._world)
         return [whole.view(parameter.shape) for parameter, whole in zip(parameters, wholes, strict=True)]
 

@@ -27,6 +27,7 @@ from deepspeed_nmt.engine.base import (
 )
 from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.engine.feed import on_device
+from deepspeed_nmt.engine.norms import AdamPart, Squares, adam_groups, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
@@ -62,6 +63,7 @@ class PlainEngine(Engine):
         self._precision = precision
         self._world = world
         self._named = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        self._groups = adam_groups(optimizer)
         # Frozen weights are saved from these copies; the model's are rounded.
         self._frozen: dict[str, Tensor] = {}
         self._masters = self._named if precision == "fp32" else self._narrow(DTYPES[precision])
@@ -75,6 +77,7 @@ class PlainEngine(Engine):
         lr: float,
         explain: bool = False,
         on_micro_batch: OnMicroBatch = ignore_micro_batch,
+        measure: bool = False,
     ) -> UpdateResult:
         sums: dict[str, Tensor] = {}
         scale = self._scale.value
@@ -89,16 +92,21 @@ class PlainEngine(Engine):
         culprits: tuple[str, ...] = ()
         if skipped and (explain or scale == 1.0):
             culprits = not_finite(dict(zip(self._named, gradients, strict=True)))
+        squares: Squares | None = None
         if not skipped:
+            measured_P = squares_of(gradients) / scale**2 if measure else None
             factor = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0.0 else 1.0
             if factor / scale != 1.0:
                 torch._foreach_mul_(gradients, factor / scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._step()
+            if measured_P is not None:
+                changes_P = squared_changes([self._part(name) for name in self._named], lr, self._steps())
+                squares = whole_squares(self._named, measured_P, changes_P, sharded=False, world=self._world)
         self._optimizer.zero_grad(set_to_none=True)
         self._scale.record(overflow=skipped)
-        return UpdateResult(sums, norm, skipped, scale, culprits)
+        return UpdateResult(sums, norm, skipped, scale, culprits, squares)
 
     @override
     def probe(self, batch: Batch) -> None:
@@ -154,6 +162,15 @@ class PlainEngine(Engine):
         if self._masters is not self._named:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._named.values()), list(self._masters.values()))
+
+    def _steps(self) -> int:
+        """Return the number of steps that Adam has taken; it is the same for all parameters."""
+        return int(next(iter(self._optimizer.state.values()))["step"])
+
+    def _part(self, name: str) -> AdamPart:
+        master = self._masters[name]
+        moments = [self._optimizer.state[master][which] for which in MOMENTS]
+        return AdamPart(master, moments[0], moments[1], self._groups[self._named[name]])
 
     def _empty_step(self) -> None:
         """Create the optimizer's state by a step that changes no weight. Gradients are zero afterwards."""

@@ -43,4 +43,4 @@ def fail_together(world: World) -> Iterator[None]:
         status = report(problem)
     # Wait until every message is written: a launcher ends all ranks as soon as one exits.
     statuses = gather_lists([status], world)
-    raise ReportedError(next(filter(None, statuses))) from problem
+    raise ReportedError(next(filter(None, statuses)), found[0][1]) from problem

@@ -82,3 +82,22 @@ def total_norm(parameters: list[nn.Parameter], gradients: list[Tensor], world: W
     squares = [torch.nn.utils.get_total_norm(each).double() ** 2 for each in (sliced, common)]
     dist.all_reduce(squares[0], group=world.tensor_group)
     return (squares[0] + squares[1]).sqrt().to(norm.dtype)
+
+
+def sum_over_slices(values_NP: Tensor, parameters: Sequence[nn.Parameter], world: World) -> Tensor:
+    """Sum values of the slices of parameters over the ranks of a tensor-parallel group.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        values_NP: values of this rank's slices. Those of a replicated parameter are equal on all ranks, and stay so.
+        parameters: sliced and replicated ones. Length: P
+        world: the ranks.
+    """
+    if world.tensor_ranks == 1:
+        return values_NP
+    if world.tensor_rank > 0:
+        sliced_P = torch.tensor([hasattr(parameter, SLICE) for parameter in parameters], device=world.device)
+        values_NP = values_NP * sliced_P
+    dist.all_reduce(values_NP, group=world.tensor_group)
+    return values_NP

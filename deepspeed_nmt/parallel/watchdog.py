@@ -39,6 +39,8 @@ _KEY = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _GONE = "rank 0, which hosts the TCP store, is gone or stopped: {}"
 _GRACE = 1.5
 """Intervals that rank 0 stays after a verdict, so that the other ranks can read it from the store."""
+_REPORT_S = 15.0
+"""Time limit in seconds for the report of a verdict elsewhere than in the log."""
 _MESSAGE = "%s. All ranks stop; start the same command again to resume from the last checkpoint"
 
 
@@ -53,10 +55,17 @@ class Watchdog:
         stuck_s: time limit of a step in seconds.
         slow_s: time limit of a slow step in seconds.
         leave: function that ends the process with a status.
+        failed: called on rank 0 with the verdict, in another thread than the main one, before the process ends.
     """
 
     def __init__(
-        self, world: World, silent_s: float, stuck_s: float, slow_s: float, leave: Callable[[int], Any] = os._exit
+        self,
+        world: World,
+        silent_s: float,
+        stuck_s: float,
+        slow_s: float,
+        leave: Callable[[int], Any] = os._exit,
+        failed: Callable[[str], object] = lambda verdict: None,
     ) -> None:
         self._world, self._silent_s, self._stuck_s, self._slow_s, self._leave = (
             world,
@@ -65,6 +74,7 @@ class Watchdog:
             slow_s,
             leave,
         )
+        self._report_failure = failed
         self._interval_s = silent_s / 6
         self._at = ("starting", 0, time.monotonic(), slow_s)
         self._threads: list[threading.Thread] = []
@@ -246,7 +256,11 @@ class Watchdog:
             return
         # Rank 0 exits last, because it hosts the store. The timer ends the process even if logging blocks.
         stay_s = _GRACE * self._interval_s if self._world.is_main else 0.0
-        threading.Timer(stay_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
+        report_s = _REPORT_S if self._world.is_main else 0.0
+        threading.Timer(stay_s + report_s + 5.0, self._leave, [EXIT_RANK_LOST]).start()
+        reporting = threading.Thread(target=self._report_failure, args=[verdict], daemon=True)
+        if self._world.is_main:
+            reporting.start()
         # One rank of each host reports; if rank 0 is gone, another rank of its host.
         reporters = (0, 1) if verdict.startswith("rank 0") else (0,)
         if self._world.local_rank in reporters:
@@ -254,6 +268,8 @@ class Watchdog:
         else:
             logger.info(_MESSAGE, verdict)
         time.sleep(stay_s)
+        if self._world.is_main:
+            reporting.join(report_s)
         self._leave(EXIT_RANK_LOST)
 
 

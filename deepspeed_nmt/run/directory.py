@@ -3,7 +3,7 @@
 Files of a run:
 
 config.yaml  data.json  environment.json  resolved.json  origin.json  vocabulary.*  manifest.json
-metrics.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
+metrics.jsonl  events.jsonl  tensorboard/  checkpoints/  logs/  test_scores.json  alignment.json
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +29,7 @@ from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.engine.settings import validation_dtype
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, counted
 from deepspeed_nmt.methods import collapse_remedies
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main
@@ -36,6 +39,7 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
+from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
 from deepspeed_nmt.run.resolve import ResolvedRun, plan_of, resolve_run
@@ -45,6 +49,7 @@ from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.events import NO_EVENTS, Event, Events
 from deepspeed_nmt.train.loop import train
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.optimizer import build_optimizer
@@ -70,6 +75,7 @@ class Job:
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
         watchdog: monitor of the ranks, which records the work of this rank.
+        events: history of the run.
     """
 
     path: Path
@@ -80,6 +86,7 @@ class Job:
     world: World
     stop: StopRequest
     watchdog: Watchdog
+    events: Events = NO_EVENTS
 
     @property
     def store(self) -> CheckpointStore:
@@ -95,7 +102,9 @@ def train_run(job: Job) -> Progress:
     logger.info("%s", resolved)
     if job.world.is_main:
         resolved.save(job.path)
-    while (progress := _resume_or_start(job, resolved)) is None:
+    rolled_back = False
+    while (progress := _resume_or_start(job, resolved, rolled_back)) is None:
+        rolled_back = True
         job.watchdog.at("rolling back", slow=True)
         for _ in range(2):  # frees the engine, and then parts that DeepSpeed's finalizers released
             gc.collect()
@@ -104,10 +113,41 @@ def train_run(job: Job) -> Progress:
     return progress
 
 
-def _resume_or_start(job: Job, resolved: ResolvedRun) -> Progress | None:
+def finish(job: Job, progress: Progress) -> int:
+    """Log and record the end of training, and return the exit status."""
+    update = progress.update
+    if job.stop.agreed:
+        by = job.stop.signal_name
+        logger.info("stopped by %s after update %d; start the same command again to resume", by, update)
+        job.events.record("stop", update, f"stopped by {by} after update {update}", signal=by)
+        return EXIT_STOPPED
+    score = progress.best_score
+    score = None if score is None or not math.isfinite(score) else abs(score)
+    best = "" if score is None else f", best validation score {score:.2f}"
+    text = f"{update} updates, {progress.target_tokens:,} target tokens{best} (update {progress.best_update})"
+    logger.info("done: %s", text)
+    details = {"score": score, "best_update": progress.best_update, "target_tokens": progress.target_tokens}
+    if job.events.begun:  # a run that had ended before has not ended again
+        job.events.record("end", update, f"done: {text}", **details)
+    return 0
+
+
+def _record_start(job: Job, checkpoint: Checkpoint | None) -> None:
+    world, host = job.world, socket.gethostname()
+    on = f"on {counted(world.ranks, 'ranks')} ({world.device.type}), rank 0 on {host}"
+    event: Event = "start" if checkpoint is None else "resume"
+    update = 0 if checkpoint is None else checkpoint.progress.update
+    text = f"started {on}" if checkpoint is None else f"resumed after update {update} {on}"
+    job_id = os.environ.get("SLURM_JOB_ID")
+    job.events.record(event, update, text, ranks=world.ranks, device=world.device.type, host=host, job=job_id)
+
+
+def _resume_or_start(job: Job, resolved: ResolvedRun, rolled_back: bool) -> Progress | None:
     """Train from the newest checkpoint, or from the start; return None if the run was rolled back."""
     checkpoint = _newest_checkpoint(job)
     progress = Progress() if checkpoint is None else checkpoint.progress
+    if not rolled_back and not job.config.training.ends_at(progress):
+        _record_start(job, checkpoint)
     with fail_together(job.world):
         corpora = job.data.corpora(job.config.mixture)
         progress = _with_mixture(job, corpora, progress)
@@ -169,6 +209,9 @@ def _session(
             name: ValidationSet(each.corpus(SPLIT), vocabulary, config.batch, world.rank, world.ranks)
             for name, each in job.sets.items()
         }
+        # Attention to a source belongs to a token that is predicted next.
+        count = config.validation.attention_images if config.search.left_to_right else 0
+        attention = AttentionImages(valid[MAIN].corpus, job.sets[MAIN].tokenizer(), count) if count else None
         validator = ModelValidator(
             replica,
             objective,
@@ -181,6 +224,7 @@ def _session(
             job.path,
             progress.update,
             lambda: bool(job.stop),
+            attention,
         )
         data.check_same()  # files that are open now stay those whose hashes were verified
         for each in job.sets.values():
@@ -201,9 +245,11 @@ def _session(
                 objective,
                 world,
                 collapse_remedies(),
+                job.events,
             ),
             store=job.store,
             metrics=metrics,
+            events=job.events,
             world=world,
             stop=job.stop,
             watchdog=job.watchdog,

@@ -121,6 +121,12 @@ class ValidationConfig(Config):
     max_tokens: int = Field(
         default=4096, ge=1, le=MAX_TOKENS, description="batch size of the search: sentences x longest source"
     )
+    attention_images: int = Field(
+        default=3,
+        ge=0,
+        le=20,
+        description="number of sentences whose cross-attention is drawn for TensorBoard at each validation",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from deepspeed_nmt.files import text_lines
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_ranks
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.gains import Compared, is_significant
 from deepspeed_nmt.run.late_results import Choice, LateMetrics
 from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
@@ -57,6 +58,7 @@ class ModelValidator:
         run: run directory, for translations and what programs say of them.
         update: number of updates made so far; what is there of later ones is removed.
         interrupted: function that returns True if the run is to stop, so that programs are not waited for.
+        attention: draws the cross-attention of some sentences; None for no images.
 
     Raises:
         ConfigError: if the text of a set cannot be brought into the form that a metric requires.
@@ -75,7 +77,9 @@ class ModelValidator:
         run: Path,
         update: int,
         interrupted: Callable[[], bool],
+        attention: AttentionImages | None = None,
     ) -> None:
+        self._attention = attention if world.is_main else None
         self._replica = replica
         self._world = world
         self._watchdog = watchdog
@@ -103,10 +107,13 @@ class ModelValidator:
         update = progress.update
         values: dict[str, float] = {}
         seconds = dict.fromkeys(self._sets, 0.0)
+        images: Images = {}
         with self._replica.at(update) as model:
             for name, each in self._sets.items():
                 with self._measuring(name, update, seconds):
                     values |= each.losses(model)
+            if self._attention is not None:
+                images = self._attention(model, self._world.device)
             translated = {name: each for name, each in self._sets.items() if each.is_translated}
             if translated:
                 with packed_weights(model, self._world.device):
@@ -124,7 +131,7 @@ class ModelValidator:
             shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
             logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
         found = self._choice.judge(values, self._start_late(progress, values) if self._has_late else 0)
-        return replace(found, samples=samples)
+        return replace(found, samples=samples, images=images)
 
     @property
     def _has_late(self) -> bool:

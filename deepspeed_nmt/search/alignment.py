@@ -14,7 +14,7 @@ Legend: N translations, T target length, S source length, B sentences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,31 @@ Links = tuple[tuple[int, int], ...]
 """Pairs of a source word and a target word, from 0, in ascending order."""
 Weighted = Sequence[tuple[MultiHeadAttention, float]]
 """Cross-attentions, one of each model, and the models' weights."""
+
+
+@contextmanager
+def watched(attentions: Iterable[MultiHeadAttention]) -> Iterator[dict[MultiHeadAttention, Tensor]]:
+    """Watch cross-attention over whole sentences during the block.
+
+    Args:
+        attentions: of decoder layers.
+
+    Yields:
+        The weights of each in its newest application, as the mean of the heads. Shape: (N,T,S) each
+    """
+    seen: dict[MultiHeadAttention, Tensor] = {}
+
+    def see(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(attention, MultiHeadAttention)
+        query_NTD, memory, mask = (*args, kwargs.get("mask"))[:3]
+        seen[attention] = attention.weights(query_NTD, memory, mask)
+
+    hooks = [each.register_forward_pre_hook(see, with_kwargs=True) for each in dict.fromkeys(attentions)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class AttentionWatch:
@@ -52,18 +77,8 @@ class AttentionWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during the block. Of a layer that is applied several times, the last application counts."""
-        watched = dict.fromkeys(attention for each in self._combinations for attention, _ in each)
-        hooks = [each.register_forward_pre_hook(self._see, with_kwargs=True) for each in watched]
-        try:
+        with watched(attention for each in self._combinations for attention, _ in each) as self._seen:
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _see(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(attention, MultiHeadAttention)
-        query_NTD, memory, mask = (*args, kwargs.get("mask"))[:3]
-        self._seen[attention] = attention.weights(query_NTD, memory, mask)
 
     def decoded(self, numbers: list[int], rows_N: Tensor) -> None:
         """Record the links of translations that were decoded at once; see :func:`token_log_probs`."""

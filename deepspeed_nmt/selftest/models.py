@@ -28,6 +28,7 @@ from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, ParameterState
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.engine.norms import Squares
 from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
 from deepspeed_nmt.methods import self_tests
@@ -183,12 +184,13 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
 
     Returns:
         Lists with an entry for each update: "loss" (per target token), "norm" (of the gradient), "counts"
-        (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and "cursor", the
-        position after the last update.
+        (micro-batches of a rank), "skipped", "metrics" (further sums per target token); and of the last update
+        "cursor", the position after it, and "gradient" and "change", sums of squares by parameter.
     """
     losses, norms, counts, skipped, metrics = [], [], [], [], []
     for update in loader.updates(cursor, first):
-        result = engine.update(update.micro_batches, update.target_tokens, 3e-3 * min(1.0, update.number / 5))
+        lr, ends = 3e-3 * min(1.0, update.number / 5), update.number == last
+        result = engine.update(update.micro_batches, update.target_tokens, lr, measure=ends)
         total = sum_over_data_ranks({name: float(value) for name, value in result.sums.items()}, world)
         metrics.append({name: value / update.target_tokens for name, value in total.items() if name not in _SUMS})
         losses.append(total["loss"] / update.target_tokens)
@@ -196,6 +198,8 @@ def train(engine: Engine, loader: TrainLoader, world: World, first: int, last: i
         counts.append(len(update.micro_batches))
         skipped.append(result.skipped)
         cursor = update.after
-        if update.number == last:
+        if ends:
             break
-    return {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics, "cursor": cursor}
+    lists = {"loss": losses, "norm": norms, "counts": counts, "skipped": skipped, "metrics": metrics}
+    squares = result.squares or Squares({}, {})
+    return {**lists, "cursor": cursor, "gradient": squares.gradient, "change": squares.change}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.train.events import Detail, Events
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import LateValidation, Session, Validation
 
@@ -99,6 +100,27 @@ def choose_late(
             continue
         progress, changed = after, changed or best
     return progress, changed
+
+
+def record_best(events: Events, progress: Progress, decimals: int) -> None:
+    """Record that a validation is the best so far, if its score is known.
+
+    Args:
+        events: events of the run.
+        progress: after it.
+        decimals: number of printed decimals of the score.
+    """
+    score, measure = progress.best_score, (progress.best_by or "").partition(" ")[0]
+    if score is None or not math.isfinite(score):
+        return
+    text = f"update {progress.best_update} is the best so far: {measure} {abs(score):.{decimals}f}"
+    details: dict[str, Detail] = {
+        "measure": measure,
+        "score": abs(score),
+        "loss": progress.best_loss,
+        "best_update": progress.best_update,
+    }
+    events.record("best", progress.update, text, **details)
 
 
 def with_awaited(progress: Progress, found: Validation, *, warn: bool) -> Progress:

@@ -41,6 +41,7 @@ from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.randomness import Purpose, permutation
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.replica import Replica
 
 RELIANCE, NLL = "collapse/source_reliance", "collapse/nll"
@@ -70,6 +71,7 @@ class CollapseMonitor:
         objective: objective of the run, whose likelihood is measured.
         world: ranks that share the slice.
         remedies: settings to try against a decoder that ignores its source, for the warning.
+        events: history of the run.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class CollapseMonitor:
         objective: Objective,
         world: World,
         remedies: Sequence[str] = (),
+        events: Events = NO_EVENTS,
     ) -> None:
         self._config = config
         self._remedies = remedies
+        self._events = events
         self._grace = config.grace or grace
         self._validation = validation
         self._replica = replica
@@ -165,6 +169,8 @@ class CollapseMonitor:
                 "model.decoder_layers"
             )
         message = f"update {update}: {what}"
+        measured = {"source_reliance": values[RELIANCE], "nll": values[NLL], "bad_measurements": bad}
+        self._events.record("collapse", update, message, action=config.action, **measured)
         if config.action == "stop":
             return bad, message
         if self._world.is_main:

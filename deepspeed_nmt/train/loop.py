@@ -14,7 +14,8 @@ from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import any_rank, from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train.choosing import judge, take_late, with_awaited
+from deepspeed_nmt.train.choosing import judge, record_best, take_late, with_awaited
+from deepspeed_nmt.train.norms import norms_by_layer
 from deepspeed_nmt.train.optimizer import learning_rate
 from deepspeed_nmt.train.out_of_memory import explained
 from deepspeed_nmt.train.progress import Progress
@@ -40,11 +41,12 @@ def train(session: Session, progress: Progress) -> Progress | None:
         OSError: if the last checkpoint cannot be written.
     """
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
+    events = session.events
     if _stop_requested(session.stop, world):  # requested during set-up
         return progress
     plan, corpora = session.loader.plan, session.loader.corpora.parts
     window = Window(session.workload, [corpus.name for corpus in corpora])
-    spikes = SpikeWatch(config.spike_factor)
+    spikes = SpikeWatch(config.spike_factor, events)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
     saved_at = progress.update
@@ -61,15 +63,18 @@ def train(session: Session, progress: Progress) -> Progress | None:
             lr = learning_rate(update.number, session.optimizer.lr, session.schedule, config.max_updates)
             with explained(f"update {update.number}", update.micro_batches, world.device):
                 explain = worth_explaining(progress.skipped, loss_scale)
+                measure = config.norms_every > 0 and update.number % config.norms_every == 0
+                begins = _micro_batch_callback(watchdog, update)
                 result = engine.update(
-                    update.micro_batches, update.target_tokens, lr, explain, _micro_batch_callback(watchdog, update)
+                    update.micro_batches, update.target_tokens, lr, explain, begins, measure=measure
                 )
             loss_scale = result.loss_scale
             progress = _advance(progress, update, result.skipped, time.monotonic() - started)
+            events.at(progress.update)
             if result.skipped:
-                cause = report_skip(update, result, progress.skipped, parameters, world)
+                cause = report_skip(update, result, progress.skipped, parameters, world, events)
                 if progress.skipped >= config.max_skipped:
-                    roll_back(session.store, progress, cause, config.max_rollbacks, world)
+                    roll_back(session.store, progress, cause, config.max_rollbacks, world, events)
                     return None
             spikes(update, result, world)
             window.add(update, result, waited=started - waiting, elapsed=time.monotonic() - waiting)
@@ -88,6 +93,9 @@ def train(session: Session, progress: Progress) -> Progress | None:
                         values[f"data/{corpus.name}/epochs"] = count
                         values[f"data/{corpus.name}/target_tokens"] = count * corpus.mean_target_tokens
                 session.metrics.log(progress.update, values, f" (epoch {progress.epoch + 1})")
+            if result.squares is not None:
+                norms = norms_by_layer(result.squares)
+                session.metrics.log(progress.update, {**norms, "train/target_tokens": float(progress.target_tokens)})
             if session.monitor.due(progress.update):
                 progress, fatal = _measure_collapse(session, progress)
             validating = validating or _due(config.validate_every, progress)
@@ -174,8 +182,11 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     session.metrics.log(progress.update, {**found.values, "train/target_tokens": float(progress.target_tokens)})
     for tag, table in found.samples.items():
         session.metrics.text(progress.update, tag, table)
+    session.metrics.draw(progress.update, found.images)
     progress, late_best = take_late(session, progress)
     progress, best = judge(progress, progress.update, found, session.validator.gains)
+    if best or late_best:
+        record_best(session.events, progress, found.decimals)
     return with_awaited(progress, found, warn=session.world.is_main), best or late_best or found.may_await > 0
 
 

@@ -20,6 +20,8 @@ Tags:
 - ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
 - ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
 - ``collapse/seconds``: duration of the measurement.
+- ``norm/gradient/PART``, ``norm/update/PART``: norms of the gradient before clipping, and of the change of the
+  weights in one update, of a layer or another part of the model; see :mod:`deepspeed_nmt.train.norms`.
 - ``perf/target_tokens_per_s``: target tokens a second over all ranks.
 - ``perf/hours``: hours spent in updates, over all restarts.
 - ``perf/padding``: share of positions that are padding.
@@ -34,6 +36,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -42,8 +45,11 @@ from tqdm import tqdm
 
 from deepspeed_nmt.console import ON_BAR, logger
 from deepspeed_nmt.files import atomic_write_bytes, parse_json
+from deepspeed_nmt.train.board import LAYOUT
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
@@ -113,6 +119,8 @@ class Metrics:
             self._report(error)
         named = [(_label(tag), tag, value) for tag, value in values.items()]
         shown = ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
+        if not shown:
+            return
         if self._bar is not None:
             self._bar.update(update - self._bar.n)
             self._bar.set_postfix_str(shown)
@@ -148,9 +156,26 @@ class Metrics:
         if not self._active:
             return
         try:
-            if self._board is None:
-                self._board = self._open_board()
-            self._board.add_text(tag, markdown, update)
+            self._opened_board().add_text(tag, markdown, update)
+            self._reported = False
+        except OSError as error:
+            self._board = None
+            self._report(error)
+
+    def draw(self, update: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Show images in TensorBoard.
+
+        Args:
+            update: number of the update.
+            images: grey ones by tag. Shape: (height,width) each
+        """
+        if not self._active or not images:
+            return
+        try:
+            board = self._opened_board()
+            for tag, image in images.items():
+                board.add_image(tag, image, update, dataformats="HW")
+            self._reported = False
         except OSError as error:
             self._board = None
             self._report(error)
@@ -158,17 +183,19 @@ class Metrics:
     def _write(self, update: int, values: dict[str, float]) -> None:
         self._file.write(json.dumps({"update": update, **values}) + "\n")
         self._file.flush()
-        if self._board is None:  # the first entry, or the last one failed
-            self._board = self._open_board()
+        board = self._opened_board()
         for tag, value in values.items():
-            self._board.add_scalar(tag, value, update)
+            board.add_scalar(tag, value, update)
 
-    def _open_board(self) -> SummaryWriter:
-        """Open a file of TensorBoard, whose entries replace those of a run that died."""
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
+    def _opened_board(self) -> SummaryWriter:
+        """Return TensorBoard's writer; open a file whose entries replace those of a run that died."""
+        if self._board is None:  # the first entry, or the last one failed
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-        first, self._first = self._first, 1  # once
-        return SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
+            first, self._first = self._first, 1  # once
+            self._board = SummaryWriter(str(self._run / TENSORBOARD_DIR), purge_step=first if first > 1 else None)
+            self._board.add_custom_scalars(LAYOUT)
+        return self._board
 
     def _report(self, error: OSError) -> None:
         """Log an error, unless the metrics before could not be written, either."""

@@ -7,17 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from deepspeed_nmt.registry import Config
+from deepspeed_nmt.train.events import Event
+from deepspeed_nmt.train.notify import words_of
 from deepspeed_nmt.train.progress import Progress
 
 if TYPE_CHECKING:  # the settings are read by commands that do not train
+    import numpy as np
+    from numpy.typing import NDArray
+
     from deepspeed_nmt.data.loader import TrainLoader
     from deepspeed_nmt.engine.base import Engine
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import World
     from deepspeed_nmt.train.collapse import CollapseMonitor
+    from deepspeed_nmt.train.events import Events
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
     from deepspeed_nmt.train.progress import Progress
@@ -57,6 +63,23 @@ class TrainingConfig(Config):
         default="auto",
         description="test that the largest micro-batch fits before the first update; auto: on GPUs only",
     )
+    norms_every: int = Field(
+        default=100, ge=0, description="updates between norms of gradient and weight change by layer; 0: never"
+    )
+    notify: str = Field(
+        default="",
+        description="command that runs in the background for some events, with the event in JSON on stdin; no shell "
+        "runs it",
+    )
+    notify_on: tuple[Event, ...] = Field(
+        default=("stop", "failure", "collapse", "best", "end"), description="events for which training.notify runs"
+    )
+
+    @field_validator("notify")
+    @classmethod
+    def _is_split(cls, notify: str) -> str:
+        words_of(notify)
+        return notify
 
     def ends_at(self, progress: Progress) -> bool:
         """Return True if training is over at this progress, by its length or by early stopping."""
@@ -80,6 +103,7 @@ class Validation:
         decimals: number of printed decimals; scores that are equal in them are equal.
         may_await: number of newest validations whose scores may be awaited, if the score is to come; otherwise 0.
         samples: translations of a few sentences, in Markdown, by tag.
+        images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
     """
 
     values: dict[str, float]
@@ -90,6 +114,7 @@ class Validation:
     decimals: int = 2
     may_await: int = 0
     samples: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def improves_on(self, progress: Progress) -> bool:
         """Return True if this validation is better than the best so far: by its score, at equal scores by its loss.
@@ -163,6 +188,7 @@ class Session:
         monitor: measurement of source reliance.
         store: checkpoints of the run.
         metrics: log of the run.
+        events: history of the run.
         world: the ranks.
         stop: request to stop, by a user or a scheduler.
         watchdog: monitor of the ranks, which records the work of this rank.
@@ -178,6 +204,7 @@ class Session:
     monitor: CollapseMonitor
     store: CheckpointStore
     metrics: Metrics
+    events: Events
     world: World
     stop: StopRequest
     watchdog: Watchdog

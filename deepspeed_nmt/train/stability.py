@@ -26,6 +26,7 @@ from deepspeed_nmt.errors import CheckpointError, TrainingError
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main, gather_lists, sum_over_data_ranks
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.store import CheckpointStore
 
@@ -56,7 +57,14 @@ def worth_explaining(skipped: int, loss_scale: float) -> bool:
     return skipped >= (1 if loss_scale == 1.0 else _SEARCH_SKIPS)
 
 
-def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters: Sequence[str], world: World) -> str:
+def report_skip(
+    update: Update,
+    result: UpdateResult,
+    in_a_row: int,
+    parameters: Sequence[str],
+    world: World,
+    events: Events = NO_EVENTS,
+) -> str:
     """Warn of a skipped update, once for all ranks, and return its cause. All ranks call it together.
 
     Args:
@@ -65,6 +73,7 @@ def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters:
         in_a_row: number of consecutive skipped updates up to this one.
         parameters: names of all parameters. Culprits are listed from the last, as the backward pass reaches them.
         world: the ranks.
+        events: history of the run.
     """
     sums = sum_of_losses(result.sums, world)
     losses = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -80,12 +89,19 @@ def report_skip(update: Update, result: UpdateResult, in_a_row: int, parameters:
         logger.warning(
             "update %d skipped: %s (loss scale %g, %d in a row)", update.number, cause, result.loss_scale, in_a_row
         )
+    text = f"update {update.number} skipped: {cause}"
+    events.record("skip", update.number, text, cause=cause, loss_scale=result.loss_scale, in_a_row=in_a_row)
     return cause
 
 
 def layers_of(parameters: Sequence[str]) -> list[str]:
     """Return the layers (or other modules) of some parameters, each once, in order of first occurrence."""
-    return list(dict.fromkeys(re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", name) for name in parameters))
+    return list(dict.fromkeys(map(layer_of, parameters)))
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer, or of the other module, that a parameter belongs to."""
+    return re.sub(r"(layers\.\d+)\..*|\.[^.]*$", r"\1", parameter)
 
 
 def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
@@ -93,7 +109,14 @@ def sum_of_losses(sums: Mapping[str, Tensor], world: World) -> dict[str, float]:
     return sum_over_data_ranks({name: float(value) for name, value in sums.items()}, world)
 
 
-def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollbacks: int, world: World) -> None:
+def roll_back(
+    store: CheckpointStore,
+    progress: Progress,
+    cause: str,
+    max_rollbacks: int,
+    world: World,
+    events: Events = NO_EVENTS,
+) -> None:
     """Roll back to the newest checkpoint from before the skipped updates, with the data after them.
 
     All ranks call it together.
@@ -104,11 +127,13 @@ def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollba
         cause: of the skip.
         max_rollbacks: number of rollbacks without passing this update.
         world: the ranks.
+        events: history of the run.
 
     Raises:
         TrainingError: if there is no such checkpoint, or ``max_rollbacks`` is reached.
     """
-    problem, remedies = from_main(_roll_back(store, progress, max_rollbacks) if world.is_main else None, world)
+    found = _roll_back(store, progress, max_rollbacks, events) if world.is_main else None
+    problem, remedies = from_main(found, world)
     if problem:
         with fail_together(world):
             raise TrainingError(
@@ -117,7 +142,7 @@ def roll_back(store: CheckpointStore, progress: Progress, cause: str, max_rollba
             )
 
 
-def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -> tuple[str, str]:
+def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int, events: Events) -> tuple[str, str]:
     """Roll back on rank 0, and return the problem and its remedies; both are empty on success."""
     if progress.retries >= max_rollbacks:
         done = f"{progress.retries} rollback{'' if progress.retries == 1 else 's'} did not help ("
@@ -153,6 +178,9 @@ def _roll_back(store: CheckpointStore, progress: Progress, max_rollbacks: int) -
         max_rollbacks,
         checkpoint.progress.failed_at,
     )
+    back_to = checkpoint.progress.update
+    text = f"{progress.skipped} updates in a row skipped: rolled back from update {progress.update} to {back_to}"
+    events.record("rollback", progress.update, text, to_update=back_to, rollbacks=progress.rollbacks + 1)
     return "", ""
 
 
@@ -161,13 +189,15 @@ class SpikeWatch:
 
     Args:
         factor: multiple of their median that counts as a spike; 0 disables detection.
+        events: history of the run.
 
     Attributes:
         count: number of spikes so far.
     """
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, events: Events = NO_EVENTS) -> None:
         self.count = 0
+        self._events = events
         self._factor = factor
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
 
@@ -181,6 +211,8 @@ class SpikeWatch:
         if loss <= self._factor * usual:
             return
         self.count += 1
+        text = f"the loss of update {update.number}, {loss:.3f} nats a token, is {loss / usual:.1f} times the median"
+        self._events.record("spike", update.number, text, loss=loss, median=usual)
         if world.is_main:
             logger.warning(
                 "update %d: its loss of %.3f nats a token is %.1f times the median of the last %d updates, %.3f "

@@ -112,6 +112,26 @@ def test_losses_norms_and_weights_equal_those_of_one_plain_process(
     assert last < first + (1.5 if method == "abnet" else 0.2), "abnet's loss grows with the tokens that are masked"
 
 
+@pytest.mark.parametrize(("method", "ranks", "name"), FP32)
+def test_norms_of_gradient_and_change_equal_those_of_one_plain_process(
+    reports: Reports, method: str, ranks: Ranks, name: str
+) -> None:
+    reference, ours = reference_of(reports, method, ranks), reports(method, ranks)[name]
+    for which in ("gradient", "change"):
+        norms, expected = ({key: value**0.5 for key, value in each[which].items()} for each in (ours, reference))
+        assert len(norms) > 20 and max(expected.values()) > 1e-3
+        assert norms == pytest.approx(expected, abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("method", "ranks", "name"), ALL)
+def test_the_norms_of_parameters_add_up_to_that_of_the_gradient(
+    reports: Reports, method: str, ranks: Ranks, name: str
+) -> None:
+    ours = reports(method, ranks)[name]
+    if not ours["skipped"][-1]:
+        assert sum(ours["gradient"].values()) ** 0.5 == pytest.approx(ours["norm"][-1], rel=1e-3)
+
+
 def test_the_number_of_micro_batches_varies(reports: Reports) -> None:
     one, two = reports("vanilla", 1)["plain"]["counts"], reports("vanilla", 2)["zero2"]["counts"]
     assert len(set(one)) > 1 and len(set(two)) > 1
@@ -138,6 +158,8 @@ def test_sixteen_bit_follows_fp32(reports: Reports, method: str, ranks: Ranks, n
     reference, ours = reference_of(reports, method, ranks), reports(method, ranks)[name]
     assert sum(ours["skipped"]) <= 2
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.03)
+    changes = [sum(each["change"].values()) ** 0.5 for each in (ours, reference)]
+    assert ours["skipped"][-1] or changes[0] == pytest.approx(changes[1], rel=0.1)
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BIT)

@@ -85,6 +85,10 @@ def test_it_can_stop_the_run(texts: Path, tmp_path: Path, capsys: pytest.Capture
     assert "stopped: update 15: the decoder ignores its source" in error
     assert "The run was saved after update 15" in error
     assert (tmp_path / "run" / "checkpoints" / "update-0000015" / "manifest.json").is_file()
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    collapse, failure = (next(each for each in events if each["event"] == name) for name in ("collapse", "failure"))
+    assert collapse["update"] == failure["update"] == 15 and collapse["action"] == "stop"
+    assert "ignores its source" in collapse["text"] and "was saved after update 15" in failure["text"]
 
 
 def test_report_compares_runs(

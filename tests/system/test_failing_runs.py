@@ -70,6 +70,11 @@ def test_a_run_is_rolled_back_and_skips_the_bad_data(rolled_back: Path) -> None:
     assert updates == list(range(1, 13)), "one continuous log"
     rollbacks = [line["train/rollbacks"] for line in lines if "train/loss" in line]
     assert rollbacks == [0.0] * 4 + [1.0] * 8
+    events = [json.loads(line) for line in (rolled_back / "events.jsonl").read_text().splitlines()]
+    named = [(event["event"], event["update"]) for event in events if event["event"] != "best"]
+    assert named == [("start", 0), *(("skip", update) for update in (6, 7, 8)), ("rollback", 8), ("end", 12)]
+    assert [event["to_update"] for event in events if event["event"] == "rollback"] == [4]
+    assert events[-1]["text"].startswith("done: 12 updates, ")
 
 
 def test_every_skip_and_the_rollback_are_named(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
@@ -23,6 +28,7 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.run.manifest import DataRecord, replace_files
 from deepspeed_nmt.text import TextForm, detokenise
+from deepspeed_nmt.train.board import LAYOUT
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.programs import Program
 from tests.support import ROOT, assert_same, change_settings, rank_environment, run_ranks
@@ -46,11 +52,25 @@ def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
     return Checkpoint(run / "checkpoints" / f"update-{update:07d}").weights()
 
 
+PARTS = ("layer_01", "layer_02", "final_norm")
+
+
+def not_drawn(tags: set[str]) -> set[str]:
+    """Return the tags that no chart of TensorBoard's layout shows."""
+    patterns = [pattern for charts in LAYOUT.values() for _, each in charts.values() for pattern in each]
+    return {tag for tag in tags if not any(re.match(pattern, tag) for pattern in patterns)}
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Return the history of a run."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text("utf-8").splitlines()]
+
+
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted plain run of twelve updates."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert train(data, run, *SMALL) == 0
+    assert train(data, run, *SMALL, "training.norms_every=4") == 0
     return run
 
 
@@ -81,13 +101,16 @@ def test_a_run_goes_on_with_compiled_layers(
 def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+        "events.jsonl",
         *("vocabulary.model", "vocabulary.json", "logs", ".lock", "resolved.json"),
         *("manifest.json", "manifest.json.sha256", "validation"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == [4, 4, 8, 8, 12, 12, 12]
+    assert [line["update"] for line in lines] == [4, 4, 4, 8, 8, 8, 12, 12, 12, 12]
     tags = {tag for line in lines for tag in line} - {"update"}
+    parts = ["source_embedding", *(f"{side}/{part}" for side in ("encoder", "decoder") for part in PARTS)]
     assert tags == {
+        *(f"norm/{kind}/{part}" for kind in ("gradient", "update") for part in parts),
         *("train/loss", "train/nll", "train/ppl", "train/grad_norm", "train/lr", "train/loss_scale", "train/skipped"),
         *(
             "train/spikes",
@@ -104,7 +127,14 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     board = EventAccumulator(str(whole / "tensorboard"))
     board.Reload()
     assert set(board.Tags()["scalars"]) == tags
-    assert lines[-1]["valid/loss"] < lines[1]["valid/loss"], "the loss falls"
+    assert not_drawn(tags) == {"train/target_tokens", "perf/hours", "collapse/seconds"}
+    assert board.Tags()["images"] == [f"attention/sentence_{number}" for number in (1, 2, 3)]
+    assert [image.step for image in board.Images("attention/sentence_3")] == [4, 8, 12]
+    losses = [line["valid/loss"] for line in lines if "valid/loss" in line]
+    assert losses[-1] < losses[0], "the loss falls"
+    norms = next(line for line in lines if "norm/gradient/source_embedding" in line)
+    total = math.sqrt(sum(value**2 for tag, value in norms.items() if tag.startswith("norm/gradient/")))
+    assert total == pytest.approx(lines[0]["train/grad_norm"], rel=1e-4)
     assert json.loads((whole / "environment.json").read_text())["packages"]["torch"]
 
 
@@ -115,12 +145,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, whole: Path, tmp_
     assert_same(run, whole)
     updates = [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert updates == sorted(updates), "one continuous log"
+    history = [(event["event"], event["update"]) for event in events(run) if event["event"] != "best"]
+    assert history == [("start", 0), ("end", 6), ("resume", 6), ("end", 12)]
+    assert (events(run)[0]["ranks"], events(run)[0]["host"]) == (1, socket.gethostname())
+    best = [event for event in events(run) if event["event"] == "best"]
+    assert best and best[-1]["measure"] == "valid/bleu" and best[-1]["score"] >= 0.0
 
 
 def test_a_finished_run_started_again_does_nothing(data: Path, whole: Path, small: list[str]) -> None:
-    before = (whole / "checkpoints" / "latest").stat().st_mtime_ns
+    before, history = (whole / "checkpoints" / "latest").stat().st_mtime_ns, events(whole)
     assert train(data, whole, *small) == 0
     assert (whole / "checkpoints" / "latest").stat().st_mtime_ns == before
+    assert events(whole) == history and history[-1]["event"] == "end"
 
 
 def test_a_damaged_checkpoint_costs_time_but_changes_nothing(
@@ -164,6 +200,7 @@ def test_ctrl_c_saves_and_explains_how_to_resume(data: Path, whole: Path, tmp_pa
 def test_a_lost_terminal_saves_and_stops(data: Path, tmp_path: Path, small: list[str]) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     words = [*small, "training.max_updates=100000", "training.validate_every=50000", "training.log_every=1"]
+    words += [f"training.notify=sh -c 'cat > {shlex.quote(str(tmp_path))}/notice'"]
     command = ["-m", "deepspeed_nmt", "train", "--data", str(data), "--run", str(run), *words, "collapse.every=0"]
     process = Program(command, {**os.environ, "OMP_NUM_THREADS": "1"}, log)
     try:
@@ -176,6 +213,9 @@ def test_a_lost_terminal_saves_and_stops(data: Path, tmp_path: Path, small: list
     finally:
         process.kill()
     assert "stopped by SIGHUP after update" in log.read_text()
+    last = events(run)[-1]
+    assert (last["event"], last["signal"]) == ("stop", "SIGHUP") and last["update"] >= 5
+    assert json.loads((tmp_path / "notice").read_text()) == last
     assert Checkpoint(next((run / "checkpoints").glob("update-*"))).progress.update >= 5
 
 

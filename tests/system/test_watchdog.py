@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,14 @@ def said(tmp_path: Path, rank: int) -> str:
     return (tmp_path / f"rank{rank}.log").read_text()
 
 
+def failure(tmp_path: Path) -> dict[str, Any]:
+    """Return the only event of a failure."""
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    (found,) = (event for event in map(json.loads, lines) if event["event"] == "failure")
+    entry: dict[str, Any] = found
+    return entry
+
+
 def ends(processes: list[Program], within: float) -> list[int]:
     deadline = time.monotonic() + within
     return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
@@ -73,6 +83,7 @@ def test_a_rank_that_is_gone_or_stopped_is_named(start: Start, tmp_path: Path, n
     pattern = r"rank 1 is gone or stopped: no heartbeat for 3 s; it was last in .*update \d+.* on "
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
     assert "start the same command again to resume from the last checkpoint" in said(tmp_path, 0)
+    assert re.search(pattern, failure(tmp_path)["text"])
     assert re.search(pattern, (tmp_path / "run/logs/rank-2.log").read_text())
 
 
@@ -105,6 +116,8 @@ def test_a_rank_that_fails_reports_its_error_and_is_named_by_the_others(
     pattern = (
         rf"rank {rank} on \S+ failed in update 7, micro-batch 1 of \d+: ValueError: a tensor is not what it should be"
     )
+    name = "ValueError: a tensor" if rank == 0 else f"rank {rank} on "
+    assert failure(tmp_path)["text"].startswith(name) and failure(tmp_path)["update"] == 6
     other = (tmp_path / f"run/logs/rank-{1 - rank}.log").read_text()
     assert re.search(pattern, other) and "Traceback" not in other
 

@@ -15,6 +15,7 @@ from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train import loop
+from deepspeed_nmt.train.events import NO_EVENTS
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import TrainingConfig, Validation
 from deepspeed_nmt.train.throughput import Window, Workload
@@ -86,8 +87,9 @@ def validated(
         session: Any = SimpleNamespace(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
             validator=validator_of(found),
-            metrics=SimpleNamespace(log=lambda *args: None),
+            metrics=SimpleNamespace(log=lambda *args: None, draw=lambda *args: None),
             world=ALONE,
+            events=NO_EVENTS,
         )
         progress, best = loop._validate(session, Progress(**{**asdict(progress), "update": update}))
         best_at += [update] * best

@@ -321,9 +321,7 @@ def test_a_weight_that_is_no_positive_number_is_named(text: str, texts: dict[str
     weights = ["0.5", " 2 ", "1e-3", "+.25"] * (len(SOURCE) // 4)
     weights[100] = text
     texts["train_weights"] = (_write(tmp_path / "weights", weights),)
-    with pytest.raises(
-        DataError, match=r"weights must have one number between 1e-37 .* but line 101 has '.*'; corr"
-    ):
+    with pytest.raises(DataError, match=r"weights must have one number between 1e-37 .* but line 101 has '.*'; corr"):
         _prepare(texts)
     assert _directories(tmp_path) == []
 

@@ -1,0 +1,139 @@
+"""Cost of what a run records beside its losses, as a share of its training, on a CPU.
+
+    OMP_NUM_THREADS=1 python benchmarks/watching.py [--rounds 8]
+
+The model is transformer_base (6+6 layers, D=512, V=32,000) in fp32. An update has one micro-batch of about 2,048
+target tokens, a sixteenth of that of the recipe, so the shares of a real run are smaller. All is timed in one
+process: the calls by which the engine measures norms, in each second update, and the other parts by themselves.
+Shares are those of the default settings, norms each 100 updates, with a validation (three images) and an event each
+1,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import batches
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.engine import plain
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run.attention_images import AttentionImages
+from deepspeed_nmt.train.events import Events
+from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.norms import norms_by_layer
+from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+
+V = Vocabulary(32_000)
+NORMS_EVERY, VALIDATE_EVERY = 100, 1000
+MEASURING = ("squares_of", "squared_changes", "whole_squares")
+"""Functions by which the engine measures."""
+
+
+class Numbers:
+    """A tokenizer whose pieces are the numbers of the tokens."""
+
+    vocabulary = V
+
+    def pieces(self, tokens: list[int], side: str = "target") -> list[str]:
+        """Return the pieces of some tokens."""
+        return [str(token) for token in tokens]
+
+
+def corpus_in(directory: Path) -> Corpus:
+    """Return a validation corpus of three sentences of 25 tokens."""
+    with CorpusWriter(directory, "valid", V.size) as writer:
+        writer.append(*[[[4 + row] * 25 for row in range(3)]] * 2)
+    return Corpus(directory, "valid")
+
+
+def seconds_of(work: Callable[[], object], rounds: int) -> float:
+    """Return the median of the seconds that some work takes, without the first time."""
+    taken = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def main() -> None:
+    """Measure the parts and print their shares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="number of updates to measure (default: %(default)s)")
+    rounds = parser.parse_args().rounds
+    if rounds < 1:
+        parser.error(f"--rounds must be at least 1, but is {rounds}")
+    torch.manual_seed(1)
+    world = World(0, 1, 0, torch.device("cpu"))
+    module = TrainModule(build_transformer(TransformerConfig(), V), Objective(LabelSmoothed(0.1, V.pad)))
+    optimizer = build_optimizer(OptimizerConfig(name="adamw", weight_decay=0.01), module)
+    engine = plain.PlainEngine(module, optimizer, 1.0, "fp32", world)
+    measured = 0.0
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal measured
+            started = time.perf_counter()
+            result = function(*arguments, **options)
+            measured += time.perf_counter() - started
+            return result
+
+        return call
+
+    for name in MEASURING:
+        setattr(plain, name, timed(getattr(plain, name)))
+    updates, norms = [], []
+    values: dict[str, float] = {}
+    for number, batch in enumerate(batches(2 * rounds + 2)):
+        measured, started = 0.0, time.perf_counter()
+        result = engine.update([batch], batch.target_tokens, 1e-4, measure=number % 2 == 1)
+        elapsed = time.perf_counter() - started
+        if number > 1:  # the first ones warm up
+            (norms if result.squares else updates).append(measured if result.squares else elapsed)
+        if result.squares is not None:
+            values = norms_by_layer(result.squares)
+    update = statistics.median(updates)
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch)
+        draw = AttentionImages(corpus_in(run), Numbers(), 3)  # type: ignore[arg-type]
+        model = module.model.eval()
+        images = draw(model, world.device)
+        with Metrics(run, True, 0, 10) as metrics, Events(run, True) as events:
+            parts = {
+                "norms of gradient and change": (statistics.median(norms), NORMS_EVERY),
+                f"their {len(values)} values in the log": (
+                    seconds_of(lambda: metrics.log(1, values), rounds),
+                    NORMS_EVERY,
+                ),
+                "attention of 3 sentences, drawn": (
+                    seconds_of(lambda: draw(model, world.device), rounds),
+                    VALIDATE_EVERY,
+                ),
+                "its images in the log": (seconds_of(lambda: metrics.draw(1, images), rounds), VALIDATE_EVERY),
+                "an event": (seconds_of(lambda: events.record("best", 1, "best"), rounds), VALIDATE_EVERY),
+            }
+    sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {update:.2f} s an update\n")
+    total = 0.0
+    for name, (seconds, every) in parts.items():
+        total += seconds / every / update
+        sys.stdout.write(
+            f"{name:<34} {seconds * 1e3:8.2f} ms each {every:>5,} updates: {seconds / every / update:.4%}\n"
+        )
+    sys.stdout.write(f"{'all':<34} {total:.4%} of training\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What TensorBoard shows of a run: the layout, also of a run that was resumed, and images of cross-attention."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
+from deepspeed_nmt.evaluate.heat_maps import heat_maps
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.run.attention_images import AttentionImages
+from deepspeed_nmt.train.board import LAYOUT
+from deepspeed_nmt.train.metrics import Metrics
+from tests.support import batch_of
+
+V = Vocabulary(50)
+BLACK, WHITE = 0, 255
+
+
+class Numbers:
+    """A tokenizer whose pieces are the numbers of the tokens."""
+
+    vocabulary = V
+
+    def pieces(self, tokens: list[int], side: str = "target") -> list[str]:
+        return [f"{side[0]}{token}" for token in tokens]
+
+
+def charts_of(*tags: str) -> list[str]:
+    """The titles of the charts that show any of some tags."""
+    return [
+        title
+        for charts in LAYOUT.values()
+        for title, (_, patterns) in charts.items()
+        if any(re.match(pattern, tag) for pattern in patterns for tag in tags)
+    ]
+
+
+def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> None:
+    for run, update in (("a", 0), ("a", 2), ("b", 0)):
+        (tmp_path / run).mkdir(exist_ok=True)
+        with Metrics(tmp_path / run, True, update, 9) as metrics:
+            metrics.log(update + 1, {"valid/loss": 2.0})
+            metrics.log(update + 2, {"valid/loss": 1.0})
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    multiplexer.Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+    plugin = CustomScalarsPlugin(TBContext(logdir=str(tmp_path), data_provider=provider, multiplexer=multiplexer))
+    shown = json.loads(plugin.layout_impl(RequestContext(), ""))
+    assert {each["title"]: [chart["title"] for chart in each["chart"]] for each in shown["category"]} == {
+        category: list(charts) for category, charts in LAYOUT.items()
+    }
+    values = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+    assert [event.step for event in values.Scalars("valid/loss")] == [1, 2, 3, 4]
+
+
+def test_tags_are_in_the_charts_that_are_meant() -> None:
+    assert charts_of("train/loss") == charts_of("valid/news/nll") == ["training and validation, nats per token"]
+    assert charts_of("valid/bleu", "valid/mean/lossy", "valid/news/chrf") == ["metrics of all validation sets"]
+    assert charts_of("train/news/nll") == ["loss by corpus, nats per token"]
+    assert charts_of("norm/gradient/top_decoder/layer_01") == ["norm of the gradient, decoder"]
+    assert charts_of("norm/update/source_embedding") == ["change of the weights, elsewhere"]
+    assert charts_of("collapse/seconds", "perf/hours") == []
+
+
+def test_cells_are_below_and_beside_their_words() -> None:
+    weights = np.zeros((3, 2), dtype=np.float32)
+    weights[2, 0] = 1.0
+    image = heat_maps([weights, 1 - weights], ["one", "two"], ["a", "bb", "ccc"], ["x", "yyyy"])
+    cells = [image[-3 * 16 - 2 :, start : start + 32] for start in (image.shape[1] - 2 * 56, image.shape[1] - 56)]
+    inside = [cell[8:48:16, 8:32:16].tolist() for cell in cells]
+    assert inside[0] == [[WHITE, WHITE], [WHITE, WHITE], [BLACK, WHITE]]
+    assert inside[1] == [[BLACK, BLACK], [BLACK, BLACK], [WHITE, BLACK]]
+    # The words of the columns stand above their cells, turned: the longer one is higher.
+    above = image[22 : -3 * 16 - 3, image.shape[1] - 2 * 56 :]
+    heights = [(above[:, start : start + 16] < 128).any(axis=1).sum() for start in (0, 16)]
+    assert 0 < heights[0] < heights[1]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Pairs of which the second and the last two have suitable lengths."""
+    lengths = [(7, 9), (8, 25), (26, 10), (10, 26), (9, 8), (12, 11)]
+    pairs = [([4 + row] * source, [14 + row] * target) for row, (source, target) in enumerate(lengths)]
+    with CorpusWriter(tmp_path, "valid", V.size) as writer:
+        writer.append(*map(list, zip(*pairs, strict=True)))
+    return Corpus(tmp_path, "valid")
+
+
+def model_of(layers: int = 5) -> TranslationModel:
+    torch.manual_seed(1)
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=layers, dropout=0.0)
+    return build_transformer(config, V).eval()
+
+
+def test_the_weights_of_three_layers_are_drawn_for_sentences_of_suitable_length(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[list[np.ndarray], list[str], list[str], list[str]]] = []
+
+    def draw(*arguments: object) -> np.ndarray:
+        drawn.append(arguments)  # type: ignore[arg-type]
+        return np.zeros((1, 1), dtype=np.uint8)
+
+    monkeypatch.setattr("deepspeed_nmt.run.attention_images.heat_maps", draw)
+    model = model_of()
+    images = AttentionImages(corpus, Numbers(), 3)(model, torch.device("cpu"))  # type: ignore[arg-type]
+    assert list(images) == [f"attention/sentence_{number}" for number in (1, 2, 3)]
+    assert [(rows[0], len(rows), columns[0], len(columns)) for _, _, rows, columns in drawn] == [
+        *(("t15", 26, "s5", 9), ("t18", 9, "s8", 10), ("t19", 12, "s9", 13))
+    ]
+    maps, titles, rows, columns = drawn[2]
+    assert titles == ["decoder layer 1", "decoder layer 3", "decoder layer 5"]
+    assert (rows[-1], columns[-1]) == (f"t{V.eos}", f"s{V.eos}")
+    # Against the weights of the sentence alone, in a forward pass that nothing else shares.
+    attentions = model.cross_attentions()
+    seen = {}
+    for layer in (1, 3, 5):
+        attentions[layer].register_forward_pre_hook(
+            lambda module, args, kwargs, layer=layer: seen.update({layer: module.weights(*args[:2])}),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        source, target = torch.tensor([[9] * 12 + [V.eos]]), [19] * 11
+        model(batch_of(source, torch.tensor([[V.bos, *target]]), torch.tensor([[*target, V.eos]])))
+    for found, layer in zip(maps, (1, 3, 5), strict=True):
+        np.testing.assert_allclose(found, seen[layer][0].numpy(), atol=1e-5)
+        np.testing.assert_allclose(found.sum(axis=1), 1.0, atol=1e-5)
+
+
+def test_without_cross_attention_or_suitable_sentences_there_is_no_image(corpus: Corpus) -> None:
+    model = model_of(1)
+    images = AttentionImages(corpus, Numbers(), 3)  # type: ignore[arg-type]
+    assert len(images(model, torch.device("cpu"))) == 3
+    model.cross_attentions = dict  # type: ignore[method-assign]
+    assert images(model, torch.device("cpu")) == {}
+    assert AttentionImages(corpus, Numbers(), 0)(model_of(1), torch.device("cpu")) == {}  # type: ignore[arg-type]

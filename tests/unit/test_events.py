@@ -1,0 +1,177 @@
+"""The history of a run in events.jsonl, and the command that is notified: what it gets, and what it cannot break."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
+from deepspeed_nmt.train.events import EVENTS, EVENTS_FILE, NO_EVENTS, Events, reason
+from deepspeed_nmt.train.notify import Notifier
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / EVENTS_FILE).read_text("utf-8").splitlines()]
+
+
+def python(code: str) -> str:
+    """A command that runs a line of Python."""
+    return shlex.join([sys.executable, "-c", code])
+
+
+def alive(pid: int) -> bool:
+    """True if a process runs."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_line_is_valid_json_with_the_documented_keys_and_older_lines_stay(tmp_path: Path) -> None:
+    older = b'{"event": "start"}\n{"torn": '
+    (tmp_path / EVENTS_FILE).write_bytes(older)
+    with Events(tmp_path, True) as events:
+        events.record("best", 400, "two\nlines", score=31.5, loss=math.nan)
+        events.record("stop", 410, "größer", signal="SIGTERM")
+    content = (tmp_path / EVENTS_FILE).read_bytes()
+    assert content.startswith(older + b"\n") and content.endswith(b"\n")
+    best, stop = (json.loads(line, parse_constant=pytest.fail) for line in content.splitlines()[2:])
+    assert list(best) == ["time", "update", "event", "text", "score", "loss"]
+    assert (best["update"], best["event"], best["text"]) == (400, "best", "two lines")
+    assert (best["score"], best["loss"], stop["signal"], stop["text"]) == (31.5, None, "SIGTERM", "größer")
+    assert best["time"].endswith("+00:00") and len(best["time"]) == len("2026-11-23T04:05:09+00:00")
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    notifier = Notifier(python(f"open({str(tmp_path / 'ran')!r}, 'w')"), EVENTS)
+    with pytest.raises(TrainingError), Events(tmp_path, False, notifier) as events:
+        events.record("best", 1, "best")
+        raise TrainingError("failed")
+    NO_EVENTS.record("best", 1, "best")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (TrainingError("the training has diverged"), "the training has diverged"),
+        (ReportedError(1, "rank 1 says why"), "rank 1 says why"),
+        (ReportedError(1), "another rank reported an error; see its log"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (RuntimeError("CUDA error\nmany lines"), "RuntimeError: CUDA error"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ],
+)
+def test_an_error_is_a_failure_after_the_newest_update(tmp_path: Path, error: BaseException, text: str) -> None:
+    assert reason(error) == text
+    with pytest.raises(type(error)), Events(tmp_path, True) as events:
+        events.record("start", 0, "started")
+        events.at(17)
+        raise error
+    last = read(tmp_path)[-1]
+    assert (last["event"], last["update"], last["text"]) == ("failure", 17, " ".join(text.split()))
+
+
+def test_the_failure_that_the_watchdog_finds_is_recorded_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Events(tmp_path, True) as events:
+        events.fail("rank 1 is gone")
+        raise RuntimeError("connection closed by peer")
+    assert [entry["text"] for entry in read(tmp_path)] == ["rank 1 is gone"]
+
+
+def test_a_full_disk_is_reported_once_and_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / EVENTS_FILE).symlink_to("/dev/full")
+    with Events(tmp_path, True) as events:
+        for update in range(3):
+            events.record("skip", update, "skipped")
+    assert [record.message.startswith("an event could not be written to ") for record in caplog.records] == [True]
+
+
+def test_the_command_gets_the_event_on_stdin_and_in_variables_without_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import os, sys; names = ('EVENT', 'RUN', 'UPDATE', 'TEXT');"
+        "values = [os.environ['DEEPSPEED_NMT_' + name] for name in names];"
+        f"print(sys.stdin.read(), values, sys.argv[1:], 'RANK' in os.environ, file=open({str(out)!r}, 'a'))"
+    )
+    monkeypatch.setenv("RANK", "0")
+    notifier = Notifier(python(code) + " '$HOME; *' b", ("best",))
+    with Events(tmp_path, True, notifier) as events:
+        events.record("skip", 3, "not asked for")
+        events.record("best", 4, "best $(touch x)", score=1.5)
+    line = (tmp_path / EVENTS_FILE).read_text().splitlines()[1]
+    values = ["best", str(tmp_path), "4", "best $(touch x)"]
+    assert out.read_text() == f"{line}\n {values} ['$HOME; *', 'b'] False\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        ("/nowhere/to/be/found", "could not be run ([Errno 2] No such file or directory: '/nowhere/to/be/found')"),
+        (python("import sys; sys.exit('no network')"), "ended with status 1 (no network)"),
+    ],
+)
+def test_a_command_that_fails_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, warning: str
+) -> None:
+    with Events(tmp_path, True, Notifier(command, EVENTS)) as events:
+        for update in range(3):
+            events.record("best", update, "best")
+    assert caplog.messages == [f"training.notify: the command {warning}; training is not affected"]
+    assert len(read(tmp_path)) == 3
+
+
+def test_a_slow_command_delays_nothing_and_is_killed_with_its_children(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import os, subprocess, time; child = subprocess.Popen(['sleep', '60']);"
+        f"print(os.getpid(), child.pid, file=open({str(pids)!r}, 'a'), flush=True); time.sleep(60)"
+    )
+    notifier = Notifier(python(code), EVENTS, limit_s=1.0)
+    started = time.monotonic()
+    notifier.notify("best", "{}", tmp_path, 1, "best")
+    assert time.monotonic() - started < 0.5, "an event does not wait for the command"
+    until(lambda: any("took longer than 1 s, and was killed" in message for message in caplog.messages))
+    slower = Notifier(python(code), EVENTS)
+    slower.notify("stop", "{}", tmp_path, 2, "stop")
+    slower.notify("end", "{}", tmp_path, 2, "end")
+    until(lambda: len(pids.read_text().splitlines()) == 2)
+    started = time.monotonic()
+    slower.close(wait_s=0.3)
+    assert time.monotonic() - started < 3.0
+    until(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()))
+    assert len(pids.read_text().splitlines()) == 2, "the event that waited is dropped"
+    assert caplog.messages[1:] == [
+        "training.notify: the command was still running 0.3 s after training had ended, and was killed; training is "
+        "not affected"
+    ]
+
+
+def test_the_command_and_its_events_are_settings_that_are_checked() -> None:
+    training = load_config(settings=["training.notify=mail -s 'a b' me", "training.notify_on=[end]"]).training
+    assert (training.notify, training.notify_on) == ("mail -s 'a b' me", ("end",))
+    with pytest.raises(ConfigError, match=r"training.notify must be a command whose quotations are closed, but is"):
+        load_config(settings=["training.notify=echo 'a"])
+    with pytest.raises(ConfigError, match=r"training.notify_on"):
+        load_config(settings=["training.notify_on=[ended]"])
