@@ -49,10 +49,9 @@ class Rotation:
 
 
 def check_can_save(directory: Path, size: int, rotation: Rotation, present: int) -> None:
-    """Check that checkpoints can be written: by a file, and by reserving the room of two of them.
+    """Check that checkpoints can be written: by a file, by the free space, and by reserving the room of two of them.
 
-    Reserving finds quotas, which the free space of a disk does not show. Where the file system cannot reserve, its
-    free space is compared.
+    Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
 
     Args:
         directory: of the checkpoints; made if it does not exist.
@@ -69,16 +68,17 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.write(bytes(_TRIED_BYTES))
             os.fsync(file.fileno())
-            has_room = _reserve(file.fileno(), count * size)
+            free = shutil.disk_usage(directory).free
+            # Where there is less, reserving would take all of it for a moment.
+            within_quota = free < count * size or _reserve(file.fileno(), count * size)
     except OSError as error:
         raise ConfigError(
             f"{directory} must be writable to save the run, but is not ({error.strerror or error}); correct that, or "
             "give another --run"
         ) from error
-    free = shutil.disk_usage(directory).free
-    if not has_room or free < count * size:
+    if free < count * size or not within_quota:
         remedies = "give another --run, or lower training.keep_last" if present else "or give another --run"
-        quota = "" if free < count * size else ", of which this user's quota leaves less"
+        quota = "" if within_quota else ", of which a quota leaves less"
         raise ConfigError(
             f"{directory} must have room for {count} more checkpoint{'s' * (count > 1)} of {shown_bytes(size)}, but "
             f"its disk has {shown_bytes(free)} free{quota}; free some space, {remedies}"
