@@ -13,8 +13,6 @@ from pathlib import Path
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, shown_bytes
 
-_TRIED_BYTES = 1 << 20
-"""Size of the file that is written to learn whether a directory can be written to."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -65,12 +63,13 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
     count = min(2, rotation.to_come(present))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            file.write(bytes(_TRIED_BYTES))
-            os.fsync(file.fileno())
-            free = shutil.disk_usage(directory).free
-            # Where there is less, reserving would take all of it for a moment.
-            within_quota = free < count * size or _reserve(file.fileno(), count * size)
+        free, within_quota = shutil.disk_usage(directory).free, True
+        if free >= count * size:  # otherwise reserving would take all of it for a moment
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                within_quota = _reserve(file.fileno(), count * size)
+                if within_quota:
+                    file.write(b"written")
+                    os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
             f"{directory} must be writable to save the run, but is not ({error.strerror or error}); correct that, or "

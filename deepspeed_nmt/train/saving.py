@@ -129,6 +129,11 @@ class Saver:
             self.saved_at = self._pending
         self._pending = None
 
+    @property
+    def is_writing(self) -> bool:
+        """True while this rank writes a checkpoint in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Wait on this rank until nothing is written any more, and release the copy."""
         self._join()
