@@ -9,6 +9,7 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ class Run:
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
-    kills: int, data: Path, small: list[str], tmp_path: Path
+    kills: int, data: Path, small: list[str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
     run = Run(data, tmp_path / "run", tmp_path, *small)
@@ -77,6 +78,7 @@ def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
         during_save = number % 2 == 0
         run.killed(during_save, dice.uniform(0.0, 0.1 if during_save else 0.4))
         caught += run.saving()
+    record_property(f"of {kills} kills hit a checkpoint that was being written:", caught)
     assert caught >= kills / 5, "too few kills hit a checkpoint that was being written"
     end = max(run.updates()) + 6
     last = f"training.max_updates={end}"
