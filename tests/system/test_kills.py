@@ -79,7 +79,7 @@ def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
         run.killed(during_save, dice.uniform(0.0, 0.1 if during_save else 0.4))
         caught += run.saving()
     record_property(f"of {kills} kills hit a checkpoint that was being written:", caught)
-    assert caught >= kills / 5, "too few kills hit a checkpoint that was being written"
+    assert caught >= kills / 10, "too few kills hit a checkpoint that was being written"
     end = max(run.updates()) + 6
     last = f"training.max_updates={end}"
     run_ranks([*run.command, last], RANKS, tmp_path, timeout=120, **SLOW_DISK)
