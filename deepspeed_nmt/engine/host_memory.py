@@ -87,8 +87,8 @@ class HostBuffer:
         self._locked = False
         if device.type == "cuda" and elements:
             # torch's own pinned memory is rounded up to a power of two.
-            error = _cuda_runtime().cudaHostRegister(self._flat.data_ptr(), self.bytes, 0)
-            self._locked = int(error) == 0
+            error = int(_cuda_runtime().cudaHostRegister(self._flat.data_ptr(), self.bytes, 0))
+            self._locked = error == 0
             if not self._locked:
                 logger.warning(
                     "host memory for checkpoints could not be locked (CUDA error %d): copies are slower", error
