@@ -186,7 +186,7 @@ class Saver:
                 progress.update,
                 shown_bytes(self._size),
                 took,
-                took if self._buffer is None else waited,
+                took if must or self._buffer is None else waited,
             )
         self._is_first = False
 
