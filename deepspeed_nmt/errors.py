@@ -139,6 +139,14 @@ def counted(count: int, units: str) -> str:
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
 
 
+def shown_bytes(size: int) -> str:
+    """Return a size for a message: "1.5 GiB", "20 bytes"."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size} bytes"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for a misspelt word, to append to a message.
 

@@ -1,4 +1,4 @@
-"""Plan a run without starting it: parameters, memory of each GPU by part, speed, and settings to use.
+"""Plan a run without starting it: parameters, disk space, memory of each GPU by part, speed, and settings to use.
 
     deepspeed-nmt plan --recipe deep_decoder_big_54_stabilised --gpu v100-32g --num-gpus 32
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_nmt.commands.plan_options import add_machine, check
+
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
     from deepspeed_nmt.planning.gpus import Gpu
     from deepspeed_nmt.run.plans import Planned
 
-_MAX_GPUS = 1_000_000
-_NUM_GPUS, _MFU = 1, 0.3
 HELP = "plan memory and speed of a recipe, or list a sweep"
 
 
@@ -48,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR[=WEIGHT][@TAG]",
         help="data to plan for, as `train` takes it; prints what each layout makes of it",
     )
-    parser.add_argument("--gpu", metavar="G", help="GPU to plan memory and speed for (default: none)")
-    parser.add_argument(
-        "--num-gpus", type=int, default=_NUM_GPUS, metavar="N", help="number of GPUs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--mfu", type=float, default=_MFU, metavar="U", help="expected share of the GPU's peak (default: %(default)s)"
-    )
+    add_machine(parser)
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each recipe or point, one a line"
     )
@@ -75,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.planning.gpus import gpu_named
     from deepspeed_nmt.recipes import load_sweep
 
-    _check(arguments)
+    check(arguments)
     gpu = None if arguments.gpu is None else gpu_named(arguments.gpu)
     points = [(arguments.recipe, [])] if arguments.sweep is None else load_sweep(arguments.sweep)
     if arguments.point is not None:
@@ -86,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
     from deepspeed_nmt.data.training import DataOption, TrainingData
+    from deepspeed_nmt.planning.checkpoints import CheckpointPlan
     from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
@@ -104,62 +99,24 @@ def run(arguments: argparse.Namespace) -> int:
         text = f"{recipe} with a vocabulary of {tokens_of(vocabulary)}: {count:,} parameters"
         if trained != count:
             text += f", {trained:,} of them trained"
+        kept, speed = config.training, arguments.write_speed
+        checkpoints = CheckpointPlan.of(trained, count - trained, kept.keep_last, kept.keep_best, speed)
+        result |= checkpoints.as_json()
         if gpu is not None:
             on_gpu = plans.on(gpu, arguments.num_gpus, config, vocabulary)
             precision = on_gpu.engine.precision
             planned, table = _plan(on_gpu, config, arguments, gpu)
-            result, text = {**result, **planned}, f"{text}\n{table}"
+            result, text = {**result, **planned}, f"{text}\n{table}\n{checkpoints}"
         elif arguments.sweep is not None:
             text = f"{number:>3}  {count:>13,} parameters  --recipe {recipe} {' '.join(settings)}"
+        else:
+            text = f"{text}\n{checkpoints}"
         if data is not None:
             found = layout_yields(config, data, arguments.num_gpus)
             lines = [text, *map(str, found), *layout_notes(config, found, gpu, precision)]
             result["layouts"], text = [vars(each) for each in found], "\n".join(lines)
         output(json.dumps(result) if arguments.json else text)
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
-    from deepspeed_nmt.errors import ConfigError, shown
-
-    problems = []
-    if arguments.recipe is None and arguments.sweep is None and arguments.config is None:
-        problems.append("--recipe, --config or --sweep is required, but missing; give one of them")
-    if arguments.sweep is not None and arguments.config is not None:
-        problems.append("--sweep plans recipes, but --config is given; leave out one of them")
-    sizes = ("4" if arguments.vocab_size is None else arguments.vocab_size).split(",")
-    if len(sizes) > 2 or not all(map(_is_size, sizes)):
-        problems.append(
-            f"--vocab-size must be from 4 to {MAX_VOCABULARY:,}, or two such numbers, but is "
-            f"{shown(arguments.vocab_size)}"
-        )
-    if not 1 <= arguments.num_gpus <= _MAX_GPUS:
-        problems.append(f"--num-gpus must be from 1 to {_MAX_GPUS:,}, but is {shown(arguments.num_gpus)}")
-    if not 0.0 < arguments.mfu <= 1.0:
-        problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
-    if arguments.point is not None and arguments.sweep is None:
-        problems.append("--point is the number of a point of --sweep, which is missing; give both")
-    if arguments.point is not None and (unused := _set_for_a_plan(arguments)):
-        problems.append(
-            f"--point prints the arguments of a point for `train` and plans nothing, but {unused[0]} is given; leave "
-            f"out {' and '.join(unused)}, or --point"
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _set_for_a_plan(arguments: argparse.Namespace) -> list[str]:
-    """Return the options given that change plans alone."""
-    defaults = {"vocab_size": None, "data": None, "gpu": None, "num_gpus": _NUM_GPUS, "mfu": _MFU, "json": False}
-    given = vars(arguments)
-    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
-
-
-def _is_size(text: str) -> bool:
-    from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY
-
-    return text.isdecimal() and len(text) < 20 and 4 <= int(text) <= MAX_VOCABULARY
 
 
 def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gpu: Gpu) -> tuple[dict[str, Any], str]:
@@ -169,6 +126,7 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.engine.config import DTYPES
     from deepspeed_nmt.kernels.backends import is_installed
+    from deepspeed_nmt.planning.checkpoints import gpu_days
     from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
 
     if not is_installed("softmax", "triton"):
@@ -183,17 +141,23 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     if any(advised.recompute):
         columns["... without recomputation"] = planner.unrecomputed(advised)
     speed = None if engine.precision == "fp32" else tokens_per_second(advised, gpu, ranks, arguments.mfu)
+    updates, tokens = config.training.max_updates, config.batch.update_tokens
+    days = None if speed is None else gpu_days(updates, tokens, speed, ranks)
     result = {
         "gpu": gpu.name,
         "num_gpus": ranks,
         "precision": engine.precision,
         "flops_per_token": advised.flops_per_token,
         "tokens_per_s": speed,
+        "max_updates": updates,
+        "gpu_days": days,
         "advice": planner.settings(advised),
         **{name: as_json(plan, gpu) for name, plan in (("as_set", plain), ("advised", advised))},
     }
     chosen = kernels.describe(torch.device("meta"), DTYPES[engine.precision])
     head = f"{ranks} x {gpu.name} ({engine.precision}); kernels: {chosen}"
     words = "" if speed is None else f"; at an MFU of {arguments.mfu:g}, {speed:,.0f} target tokens/s"
+    if days is not None:
+        words += f", and training.max_updates={updates} in {days:,.1f} GPU-days ({days / ranks:,.1f} days)"
     table = as_table(columns, planner.settings(advised), config.batch.update_tokens, gpu, words)
     return result, f"{head}\n\n{table}"

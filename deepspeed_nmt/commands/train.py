@@ -11,7 +11,6 @@ on the same run directory resumes the run. The exit status is 75 if a signal sto
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING

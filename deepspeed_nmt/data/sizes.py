@@ -15,7 +15,7 @@ from deepspeed_nmt.data.inputs import STANDARD_INPUT, open_input
 from deepspeed_nmt.data.reading import FileSet
 from deepspeed_nmt.data.stages import PairFiles, vocabulary_size
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import DataError
+from deepspeed_nmt.errors import DataError, shown_bytes
 
 _SAMPLE_BYTES = 1 << 18
 """Text at the beginning of a file from which the length of its lines is estimated."""
@@ -115,21 +115,18 @@ def check_room(sizes: Sizes | None, directory: Path) -> None:
         return
     parts = [("clean text", sizes.text), ("tokens", sizes.tokens), ("offsets", sizes.offsets)]
     parts.append(("weights", sizes.weights))
-    shown = ", ".join(f"{name} {_shown(size)}" for name, size in parts if size)
+    shown = ", ".join(f"{name} {shown_bytes(size)}" for name, size in parts if size)
     free = shutil.disk_usage(directory).free
     if sizes.total > free:
         raise DataError(
-            f"--out must have room for about {_shown(sizes.total)} ({shown}), but its disk has {_shown(free)} free; "
-            "free disk space, or choose another --out"
+            f"--out must have room for about {shown_bytes(sizes.total)} ({shown}), but its disk has "
+            f"{shown_bytes(free)} free; free disk space, or choose another --out"
         )
     removed = ", of which the clean text is removed at the end" if sizes.text else ""
     logger.info(
-        "sizes: about %s will be written (%s)%s; %s are free", _shown(sizes.total), shown, removed, _shown(free)
+        "sizes: about %s will be written (%s)%s; %s are free",
+        shown_bytes(sizes.total),
+        shown,
+        removed,
+        shown_bytes(free),
     )
-
-
-def _shown(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
-    return f"{size} bytes"

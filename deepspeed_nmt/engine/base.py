@@ -22,6 +22,7 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.engine.gathering import HostCopies, names_by_layer
+from deepspeed_nmt.engine.host_memory import HostBuffer
 from deepspeed_nmt.engine.norms import Squares
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -159,15 +160,16 @@ class Engine(ABC):
         for names in names_by_layer(self.module.model):
             yield from map(ParameterState, names, self._gather([(name, WEIGHT) for name in names]))
 
-    def state(self, copy: bool = True) -> Iterator[ParameterState]:
+    def state(self, copy: bool = True, buffer: HostBuffer | None = None) -> Iterator[ParameterState]:
         """Yield each parameter's weight and moments.
 
         Collective: all ranks must iterate. They gather the state of a layer together.
 
         Args:
             copy: True to yield copies on the CPU; False on ranks that only take part, which need no host memory.
+            buffer: memory for the copies, which are complete after :meth:`HostBuffer.wait`; None for new memory.
         """
-        on_host = HostCopies(self.device) if copy else list
+        on_host = buffer or (HostCopies(self.device) if copy else list)
         for names in names_by_layer(self.module.model):
             wanted = [(name, which) for name in names for which in (WEIGHT, *self._moments_of(name))]
             found = dict(zip(wanted, on_host(self._gather(wanted)), strict=True))

@@ -14,6 +14,16 @@ SHARD_BYTES = 512 * 1024**2
 """Bytes of tensors after which a checkpoint begins another file; they bound the host memory of its writer."""
 
 
+def checkpoint_bytes(trained: int, frozen: int) -> int:
+    """Return the bytes of the tensors in a checkpoint: fp32 weights, and two moments of each trained parameter.
+
+    Args:
+        trained: number of trained parameters of the whole model.
+        frozen: number of frozen ones.
+    """
+    return 12 * trained + 4 * frozen
+
+
 def names_by_layer(model: TranslationModel) -> Iterator[list[str]]:
     """Yield the names of a model's parameters in order: those of a layer together, and those between layers."""
     layer_of = {part: number for number, layer in enumerate(model.all_layers()) for part in layer.parameters()}

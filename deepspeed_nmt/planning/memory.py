@@ -164,6 +164,7 @@ class Layout:
         tensor_ranks: number of GPUs that share a model.
         bits: 32 or 16.
         zero: section ``zero_optimization`` of the DeepSpeed configuration.
+        copies: True if checkpoints are written from a copy of the training state in host memory.
     """
 
     stage: int | None
@@ -171,6 +172,7 @@ class Layout:
     tensor_ranks: int = 1
     bits: int = 16
     zero: Mapping[str, Any] | None = None
+    copies: bool = True
 
 
 def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
@@ -224,7 +226,8 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
 
     Each rank builds and loads the whole model in fp32, before it rounds or partitions it and moves it to its GPU.
     Then it builds the copy for validation, also in fp32, and rounds it. It keeps fp32 copies of frozen weights, and
-    what is offloaded. While a checkpoint is written, one rank holds a file of weights and one of moments, in fp32.
+    what is offloaded. One rank holds a copy of weights and moments in fp32, from which checkpoints are written in the
+    background; otherwise a file of weights and one of moments while a checkpoint is written.
 
     Args:
         trained: number of trained parameters in a rank's slice of the model.
@@ -239,8 +242,9 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
         kept += 16 * trained // n
     if zero.get("offload_param", {}).get("device", "none") != "none":
         kept += layout.bits // 8 * (trained + frozen) // n
-    files = min(SHARD_BYTES, 4 * whole) + min(SHARD_BYTES, 8 * trained * layout.tensor_ranks)
-    starting, saving = ranks * 4 * whole, ranks * layout.bits // 8 * whole + files
+    moments = 8 * trained * layout.tensor_ranks
+    copy = 4 * whole + moments if layout.copies else min(SHARD_BYTES, 4 * whole) + min(SHARD_BYTES, moments)
+    starting, saving = ranks * 4 * whole, ranks * layout.bits // 8 * whole + copy
     return ranks * kept + max(starting, saving)
 
 

@@ -77,15 +77,22 @@ class Planner:
         settings: the same settings, resolved.
         batch: sizes of updates and micro-batches.
         ranks: number of GPUs, a multiple of ``engine.tensor_parallel``.
+        copies: True if checkpoints are written from a copy of the training state in host memory.
     """
 
     def __init__(
-        self, counts: Counts, engine: EngineConfig, settings: EngineSettings, batch: BatchConfig, ranks: int
+        self,
+        counts: Counts,
+        engine: EngineConfig,
+        settings: EngineSettings,
+        batch: BatchConfig,
+        ranks: int,
+        copies: bool,
     ) -> None:
         self.work, self.trained, self.frozen = counts.work, counts.trained, counts.frozen
         self._engine, self._settings, self._batch = engine, settings, batch
         bits = 32 if settings.precision == "fp32" else 16
-        self._layout = Layout(None, ranks, engine.tensor_parallel, bits)
+        self._layout = Layout(None, ranks, engine.tensor_parallel, bits, copies=copies)
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""

@@ -288,7 +288,7 @@ def make_planner(
     if key not in counted:
         model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
         counted[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
-    return Planner(counted[key], config.engine, engine, config.batch, ranks)
+    return Planner(counted[key], config.engine, engine, config.batch, ranks, config.training.save == "background")
 
 
 def agree_on_kernels(kernels: Kernels, world: World, dtypes: Iterable[torch.dtype]) -> Kernels:

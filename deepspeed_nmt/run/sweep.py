@@ -24,7 +24,7 @@ RECIPE = "recipe"
 """Name of the axis along which points have different recipes."""
 _INCIDENTAL = (
     *("engine.", "collapse.", "validation.max_tokens", "batch.micro_tokens", "training.log_every", "training.probe"),
-    *("training.validate_every", "training.save_every", "training.keep_", "validation.sets."),
+    *("training.validate_every", "training.save", "training.keep_", "validation.sets."),
     *("validation.command_s", "validation.keep_translations", "validation.late_keep"),
 )
 """Settings that are not meant to change the result of a run."""

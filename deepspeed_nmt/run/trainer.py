@@ -28,6 +28,7 @@ from deepspeed_nmt.data.training import TrainingData
 from deepspeed_nmt.data.validation import ValidationSet
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
+from deepspeed_nmt.engine.gathering import checkpoint_bytes
 from deepspeed_nmt.engine.settings import validation_dtype
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, counted
 from deepspeed_nmt.methods import collapse_remedies
@@ -49,6 +50,7 @@ from deepspeed_nmt.run.validator import ModelValidator
 from deepspeed_nmt.run.warm_start import Origin, warm_start, write_origin
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from deepspeed_nmt.train.collapse import CollapseMonitor
+from deepspeed_nmt.train.disk import DiskWatch, Rotation, check_can_save
 from deepspeed_nmt.train.events import NO_EVENTS, Event, Events
 from deepspeed_nmt.train.loop import train
 from deepspeed_nmt.train.metrics import Metrics
@@ -56,6 +58,7 @@ from deepspeed_nmt.train.optimizer import build_optimizer
 from deepspeed_nmt.train.out_of_memory import probe
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
+from deepspeed_nmt.train.saving import Saver
 from deepspeed_nmt.train.session import Session
 from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.store import CheckpointStore
@@ -152,6 +155,8 @@ def _resume_or_start(job: Job, resolved: ResolvedRun, rolled_back: bool) -> Prog
         corpora = job.data.corpora(job.config.mixture)
         progress = _with_mixture(job, corpora, progress)
         plan = plan_of(corpora, job.config, job.data, progress)
+        if job.world.is_main and not rolled_back and not job.config.training.ends_at(progress):
+            _check_room(job, resolved)
     with _session(job, resolved, checkpoint, progress, plan) as session:
         return train(session, progress)
 
@@ -229,7 +234,11 @@ def _session(
         data.check_same()  # files that are open now stay those whose hashes were verified
         for each in job.sets.values():
             each.check_same()
-    with Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics:
+    size = checkpoint_bytes(*_sizes(copy))
+    with (
+        Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics,
+        Saver(job.store, engine, world, job.watchdog, config.training, size, progress.update) as saver,
+    ):
         yield Session(
             config=config.training,
             optimizer=config.optimizer,
@@ -248,6 +257,7 @@ def _session(
                 job.events,
             ),
             store=job.store,
+            saver=saver,
             metrics=metrics,
             events=job.events,
             world=world,
@@ -299,9 +309,28 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     return model
 
 
-def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, world: World) -> None:
-    count = sum(p.numel() for p in model.parameters())
+def _check_room(job: Job, resolved: ResolvedRun) -> None:
+    """Check that the run can be saved, before anything slow begins.
+
+    Raises:
+        ConfigError: if its checkpoints cannot be written, or have no room.
+    """
+    size = checkpoint_bytes(*_sizes(build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)))
+    training, present = job.config.training, len(job.store.names())
+    rotation = Rotation(training.keep_last, training.keep_best)
+    check_can_save(job.store.directory, size, rotation, present)
+    DiskWatch(job.store.directory, rotation)(size, present)
+
+
+def _sizes(model: TranslationModel) -> tuple[int, int]:
+    """Return the numbers of trained and of frozen parameters."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, sum(p.numel() for p in model.parameters()) - trained
+
+
+def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, world: World) -> None:
+    trained, frozen = _sizes(model)
+    count = trained + frozen
     logger.info(
         "%s parameters%s; %s pairs, %s updates an epoch; %d x %s; %s",
         f"{count:,}",

@@ -60,6 +60,7 @@ def take_late(session: Session, progress: Progress) -> tuple[Progress, bool]:
         if each.values:
             values = {**each.values, "train/target_tokens": float(each.target_tokens)}
             session.metrics.log_earlier(each.update, values)
+    session.saver.finish()  # a checkpoint that is still being written is kept, too
     kept = from_main(session.store.names() if session.world.is_main else None, session.world)
     updates = [session.store.update_of(name) for name in kept]
     return choose_late(progress, late, updates, session.validator.gains, warn=session.world.is_main)

@@ -11,7 +11,7 @@ from deepspeed_nmt.data.loader import Prefetcher, Update
 from deepspeed_nmt.data.plans import Cursor
 from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import any_rank, from_main
+from deepspeed_nmt.parallel.collectives import any_rank
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.choosing import judge, record_best, take_late, with_awaited
@@ -41,7 +41,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
         OSError: if the last checkpoint cannot be written.
     """
     config, engine, world, watchdog = session.config, session.engine, session.world, session.watchdog
-    events = session.events
+    saver, events = session.saver, session.events
     if _stop_requested(session.stop, world):  # requested during set-up
         return progress
     plan, corpora = session.loader.plan, session.loader.corpora.parts
@@ -49,7 +49,6 @@ def train(session: Session, progress: Progress) -> Progress | None:
     spikes = SpikeWatch(config.spike_factor, events)
     loss_scale = engine.scalars().loss_scale
     parameters = [name for name, _ in engine.module.model.named_parameters()]
-    saved_at = progress.update
     fatal = ""
     validating = False
     progress, saving = take_late(session, progress)  # scores that came while the run did not train
@@ -74,6 +73,7 @@ def train(session: Session, progress: Progress) -> Progress | None:
             if result.skipped:
                 cause = report_skip(update, result, progress.skipped, parameters, world, events)
                 if progress.skipped >= config.max_skipped:
+                    saver.finish()
                     roll_back(session.store, progress, cause, config.max_rollbacks, world, events)
                     return None
             spikes(update, result, world)
@@ -111,17 +111,19 @@ def train(session: Session, progress: Progress) -> Progress | None:
             watchdog.at(f"agreeing after update {progress.update}")
             stopping = _stop_requested(session.stop, world)
             if best or stopping or fatal or (saving and sound):
-                saved_at = _save(session, progress, saved_at, must=stopping or config.ends_at(progress))
+                saver.save(progress, must=stopping or config.ends_at(progress))
                 saving = False
             if fatal:
+                saver.finish()
                 with fail_together(world):
-                    raise TrainingError(f"{fatal}. The run was saved after update {saved_at}")
+                    raise TrainingError(f"{fatal}. The run was saved after update {saver.saved_at}")
             if stopping:
                 break
     finally:
         updates.close()
-    if saved_at != progress.update or saving:
-        _save(session, progress, saved_at, must=True)
+    saver.finish()
+    if saver.saved_at != progress.update or saving:
+        saver.save(progress, must=True)
     if config.patience and progress.validations_since_best >= config.patience:
         logger.info("no better validation in %d in a row: stopped early", config.patience)
     if progress.awaited:
@@ -188,42 +190,3 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     if best or late_best:
         record_best(session.events, progress, found.decimals)
     return with_awaited(progress, found, warn=session.world.is_main), best or late_best or found.may_await > 0
-
-
-def _save(session: Session, progress: Progress, saved_at: int, *, must: bool) -> int:
-    """Gather a checkpoint on rank 0, write it, and return the update of the newest good checkpoint.
-
-    Args:
-        session: objects that the loop needs.
-        progress: progress to record.
-        saved_at: update of the newest good checkpoint before.
-        must: True to raise if it cannot be written; False to log an error and continue.
-
-    Raises:
-        OSError: if it cannot be written, and ``must`` is True.
-    """
-    store, engine, world = session.store, session.engine, session.world
-    session.watchdog.at(f"saving update {progress.update}", slow=True)
-    problem = ""
-    scalars = engine.scalars()
-    if world.is_main:
-        try:
-            store.save(progress, scalars, engine.state())
-        except OSError as error:
-            problem = str(error)
-    else:
-        for _ in engine.state(copy=False):
-            pass
-    problem = from_main(problem, world)
-    if not problem:
-        return progress.update
-    message = (
-        f"the checkpoint of update {progress.update} could not be written to {store.directory} ({problem}); the last "
-        f"good one is of update {saved_at}. Free some space or lower training.keep_last"
-    )
-    if must:
-        with fail_together(world):
-            raise OSError(message)
-    if world.is_main:
-        logger.error("%s; training continues", message)
-    return saved_at

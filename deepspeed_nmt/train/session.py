@@ -27,11 +27,13 @@ if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
     from deepspeed_nmt.train.progress import Progress
+    from deepspeed_nmt.train.saving import Saver
     from deepspeed_nmt.train.signals import StopRequest
     from deepspeed_nmt.train.store import CheckpointStore
     from deepspeed_nmt.train.throughput import Workload
 
 Probe = Literal["auto", "always", "never"]
+Save = Literal["background", "blocking"]
 
 
 class TrainingConfig(Config):
@@ -43,6 +45,11 @@ class TrainingConfig(Config):
     log_every: int = Field(default=100, ge=1, description="updates between lines of the log")
     validate_every: int = Field(default=0, ge=0, description="updates between validations; 0: once an epoch")
     save_every: int = Field(default=0, ge=0, description="updates between checkpoints; 0: with each validation")
+    save: Save = Field(
+        default="background",
+        description="background: training waits only until a checkpoint is copied to host memory, if that has room; "
+        "blocking: until it is written",
+    )
     keep_last: int = Field(default=5, ge=1, description="number of newest checkpoints to keep")
     keep_best: bool = Field(default=True, description="also keep the best checkpoint")
     patience: int = Field(
@@ -187,6 +194,7 @@ class Session:
         validator: validation by loss and metrics.
         monitor: measurement of source reliance.
         store: checkpoints of the run.
+        saver: writer of new checkpoints.
         metrics: log of the run.
         events: history of the run.
         world: the ranks.
@@ -203,6 +211,7 @@ class Session:
     validator: Validator
     monitor: CollapseMonitor
     store: CheckpointStore
+    saver: Saver
     metrics: Metrics
     events: Events
     world: World

@@ -32,6 +32,8 @@ from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import MOMENTS, Engine
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
+from deepspeed_nmt.engine.gathering import checkpoint_bytes
+from deepspeed_nmt.engine.host_memory import HostBuffer
 from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -80,6 +82,11 @@ def gathering(engine: Engine, stage: int | None) -> dict[str, Any]:
     with collectives() as for_state:
         states = list(engine.state())
     differing = [state.name for state in states if not torch.equal(state.weight, weights[state.name])]
+    buffer = HostBuffer(checkpoint_bytes(sum(weight.numel() for weight in weights.values()), 0) // 4, engine.device)
+    for state, copy in zip(states, list(engine.state(buffer=buffer)), strict=True):
+        pairs = [(state.weight, copy.weight), *((state.moments[which], copy.moments[which]) for which in MOMENTS)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            differing.append(f"copy of {state.name}")
     for name, parameter in engine.module.model.named_parameters() if stage else ():
         found = next(state for state in states if state.name == name)
         expected = {which: safe_get_full_optimizer_state(parameter, which) for which in MOMENTS}

@@ -1,4 +1,7 @@
-"""A job that is killed at random moments, half of them while it writes a checkpoint, loses only time."""
+"""A job that is killed at random moments, half of them while it writes a checkpoint, loses only time.
+
+Checkpoints are written in the background to a slow disk, so that updates go on meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.programs import Program
-from tests.support import assert_same, free_port, rank_environment, run_ranks
+from tests.support import ROOT, assert_same, free_port, rank_environment, run_ranks
 
 RANKS = 2
+# On a busy machine a trial of the libraries for products may end differently from one start to the next.
+SAME_ROUNDING = {"DEEPSPEED_NMT_CPU_PRODUCTS": "blas"}
+SLOW_DISK = {**SAME_ROUNDING, "SLOW_DISK_S": "0.06"}
+WORKER = str(ROOT / "tests/system/slow_disk.py")
 
 
 class Run:
@@ -22,7 +30,7 @@ class Run:
     def __init__(self, data: Path, path: Path, scratch: Path, *settings: str) -> None:
         self.path, self._scratch = path, scratch
         words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(path), *settings]
-        self.command = ["-m", "deepspeed_nmt", *words, "engine.name=plain", "training.save_every=4"]
+        self.command = [WORKER, *words, "engine.name=plain", "training.save_every=4"]
         self.command += ["training.validate_every=100000", "validation.metrics=[]", "collapse.every=0"]
 
     def updates(self) -> list[int]:
@@ -41,7 +49,7 @@ class Run:
         logs = [self._scratch / f"rank{rank}.log" for rank in range(RANKS)]
         processes = []
         for rank, log in enumerate(logs):
-            environment = rank_environment(rank, RANKS, port, self._scratch)
+            environment = {**rank_environment(rank, RANKS, port, self._scratch), **SLOW_DISK}
             processes.append(Program([*self.command, "training.max_updates=100000"], environment, log))
         try:
             deadline = time.monotonic() + 60
@@ -61,20 +69,21 @@ class Run:
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_a_run_killed_at_random_moments_ends_equal_to_the_bit(
-    kills: int, data: Path, small: list[str], tmp_path: Path
+    kills: int, data: Path, small: list[str], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     dice = random.Random(int(os.environ.get("KILL_SEED", "1")))
     run = Run(data, tmp_path / "run", tmp_path, *small)
     caught = 0
     for number in range(kills):
         during_save = number % 2 == 0
-        run.killed(during_save, dice.uniform(0.0, 0.01 if during_save else 0.4))
+        run.killed(during_save, dice.uniform(0.0, 0.1 if during_save else 0.4))
         caught += run.saving()
+    record_property(f"of {kills} kills hit a checkpoint that was being written:", caught)
     assert caught >= kills / 10, "too few kills hit a checkpoint that was being written"
     end = max(run.updates()) + 6
     last = f"training.max_updates={end}"
-    run_ranks([*run.command, last], RANKS, tmp_path, timeout=120)
-    straight = Run(data, tmp_path / "straight", tmp_path, *small)
-    run_ranks([*straight.command, last], RANKS, tmp_path, timeout=300)
+    run_ranks([*run.command, last], RANKS, tmp_path, timeout=120, **SLOW_DISK)
+    straight = Run(data, tmp_path / "straight", tmp_path, *small, "training.save=blocking")
+    run_ranks([*straight.command, last], RANKS, tmp_path, timeout=300, **SAME_ROUNDING, SLOW_DISK_S="0")
     assert_same(run.path, straight.path, end)
     assert not run.saving(), "no incomplete checkpoint is left"

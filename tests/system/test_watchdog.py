@@ -105,6 +105,16 @@ def test_a_rank_that_hangs_is_named_with_its_micro_batch(start: Start, tmp_path:
     assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
 
 
+def test_a_disk_that_hangs_is_named_when_the_next_checkpoint_waits_for_it(start: Start, tmp_path: Path) -> None:
+    processes = start("engine.timeout_s=10", trouble="0:5:disk")
+    assert ends(processes, 60) == [EXIT_RANK_LOST] * RANKS
+    pattern = (
+        r"rank 0 is stuck in writing the checkpoint of update 5 to \S+/run/checkpoints, which exceeds its time limit "
+        r"\(rank 0 on \S+ in deepspeed_nmt/train/saving\.py:\d+\)"
+    )
+    assert re.search(pattern, said(tmp_path, 0)), said(tmp_path, 0)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_reports_its_error_and_is_named_by_the_others(
     start: Start, tmp_path: Path, rank: int

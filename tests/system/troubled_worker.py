@@ -1,6 +1,7 @@
 """`deepspeed-nmt` on a rank that gets into trouble.
 
-$TROUBLE is "rank:update:kind". The kind is hang, raise, or linger (the rank is slow to leave, whatever the update).
+$TROUBLE is "rank:update:kind". The kind is hang, raise, linger (the rank is slow to leave, whatever the update), or
+disk (the rank's disk hangs while the checkpoint of that update is written).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.train import store
 
 rank, update, kind = os.environ.get("TROUBLE", "-1:0:none").split(":")
 update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
@@ -19,7 +21,7 @@ update_of_engine, close_of_engine = PlainEngine._backward, PlainEngine.close
 
 def troubled(self: PlainEngine, batch: Any, factor: float) -> Any:
     """Fail in the requested update."""
-    if os.environ["RANK"] == rank and batch.update.number == int(update) and kind != "linger":
+    if os.environ["RANK"] == rank and batch.update.number == int(update) and kind in ("hang", "raise"):
         if kind == "hang":
             time.sleep(600)
         raise ValueError("a tensor is not what it should be")
@@ -33,6 +35,14 @@ def lingering(self: PlainEngine) -> None:
     close_of_engine(self)
 
 
+def hanging(tensors: Any, path: Any) -> None:
+    """Write a file, unless the disk hangs."""
+    if os.environ["RANK"] == rank and kind == "disk" and f"{int(update):07d}" in str(path):
+        time.sleep(600)
+    save_file(tensors, path)
+
+
+save_file, store.save_file = store.save_file, hanging
 PlainEngine._backward = troubled  # type: ignore[method-assign]
 PlainEngine.close = lingering  # type: ignore[method-assign]
 sys.exit(main(sys.argv[1:]))

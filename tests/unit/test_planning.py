@@ -33,6 +33,7 @@ from deepspeed_nmt.planning.memory import (
     Work,
     count_rates,
     count_update,
+    host_bytes,
     interpolated,
     state_bytes,
 )
@@ -234,6 +235,16 @@ def test_validation_has_a_copy_in_the_precision_of_training_where_activations_we
     assert plan(100, zero=offload).host == small.host + 16 * 1000 // 8 + 2 * 1200 // 8
 
 
+def test_a_copy_for_checkpoints_is_in_the_memory_of_one_rank_of_a_host() -> None:
+    def host(copies: bool, ranks: int) -> int:
+        return host_bytes(GIB, GIB, Layout(2, 8, bits=16, copies=copies), ranks)
+
+    assert host(False, 1) == (4 + 2 * 4) * GIB, "frozen weights, and the model in fp32 while it starts"
+    assert host(True, 1) == (4 + 2 * 2 + 16) * GIB, "the copies for validation and for checkpoints"
+    assert host(True, 8) - host(False, 8) == 0, "eight ranks hold more while they start"
+    assert host(True, 2) == 2 * (2 * 2 * GIB + 4 * GIB) + 16 * GIB
+
+
 @pytest.mark.parametrize(
     ("ranks", "rows"), [(1, ["a rank"]), (4, ["a rank", "4 ranks"]), (16, ["a rank", "8 ranks"])]
 )
@@ -243,7 +254,8 @@ def test_a_table_of_plans_has_the_memory_of_a_host(ranks: int, rows: list[str]) 
     table = as_table({"advised": plan}, [], 32768, Gpu("some", 80, 100.0), "")
     found = [line.split()[1:] for line in table.splitlines() if line.startswith("host,")]
     assert [" ".join(words[:-1]) for words in found] == rows
-    assert found[0][-1] == "4.00" and found[-1][-1] == f"{4 * min(ranks, 8)}.00"
+    most = max(4 * min(ranks, 8), 2 * min(ranks, 8) + 12)  # at the start, or beside the copy of weights and moments
+    assert found[0][-1] == "14.00" and found[-1][-1] == f"{most}.00"
     assert ("(a host is assumed to have 8 GPUs)" in table) == (ranks > 8)
 
 
@@ -288,9 +300,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     *parts, total = found["advised"]["bytes"].values()
     assert total == sum(parts) - parts[-1], "activations are larger than the copy for validation"
     assert any(word.startswith("batch.micro_tokens=") for word in found["advice"])
+    assert found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert found["disk_bytes"] == 7 * found["checkpoint_bytes"], "five newest, the best, and one being written"
+    assert found["save_seconds"] == pytest.approx(found["checkpoint_bytes"] / 300e6)
+    tokens = found["max_updates"] * load_config("deep_decoder_base_30").batch.update_tokens
+    assert found["gpu_days"] == pytest.approx(8 * tokens / found["tokens_per_s"] / 86400)
     assert main([*words, "--gpu", "some:0.5", "--num-gpus", "8", "engine.tensor_parallel=2"]) == 0
     text = capsys.readouterr().out
-    assert "no plan fits" in text and "GFLOP" in text and "tokens/s" not in text
+    assert "no plan fits" in text and "GFLOP" in text and "tokens/s" not in text and "GPU-days" not in text
     assert main([*words, "--gpu", "v100-16g", "--num-gpus", "3", "engine.tensor_parallel=2"]) == 2
     assert "engine.tensor_parallel must divide --num-gpus, but is 2 with 3 GPUs" in capsys.readouterr().err
 

@@ -1,0 +1,112 @@
+"""Time that training waits for a checkpoint, blocking and in the background, and what writing costs the updates.
+
+    python benchmarks/saving.py [--out DIR] [--device cpu|cuda] [--layers 6] [--rounds 5] [--tokens 128]
+
+A Transformer of the size of transformer_base (60.5M parameters at a vocabulary of 32,000) makes updates of random
+batches in plain torch. Checkpoints are saved in both ways in turns, so that other work on the machine affects both
+alike; medians over the rounds. An update is timed without a checkpoint and while one is written.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from timing import parser, random_batch, synchronise
+
+from deepspeed_nmt.core.objective import Objective, TrainModule
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.gathering import checkpoint_bytes
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.errors import shown_bytes
+from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.parallel.watchdog import Watchdog
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.saving import Saver
+from deepspeed_nmt.train.session import Save, TrainingConfig
+from deepspeed_nmt.train.store import CheckpointStore
+
+
+def main() -> int:
+    """Measure, and print a table."""
+    options = parser(__doc__, layers=6, tokens=128, vocab=32000, rounds=5)
+    options.add_argument("--out", type=Path, help="directory on the disk to measure (default: temporary files)")
+    arguments = options.parse_args()
+    device = torch.device(arguments.device)
+    world = World(0, 1, 0, device)
+    vocabulary = Vocabulary(arguments.vocab)
+    config = TransformerConfig(
+        dim=arguments.dim,
+        ffn_dim=4 * arguments.dim,
+        heads=arguments.dim // 64,
+        encoder_layers=arguments.layers,
+        decoder_layers=arguments.layers,
+    )
+    torch.manual_seed(1)
+    module = TrainModule(build_transformer(config, vocabulary), Objective(LabelSmoothed(0.1, vocabulary.pad), []))
+    count = sum(parameter.numel() for parameter in module.parameters())
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    engine = PlainEngine(module, build_optimizer(OptimizerConfig(), module), 0.0, precision, world)
+    batch = random_batch(arguments, 1)
+
+    def update() -> float:
+        synchronise(device)
+        started = time.perf_counter()
+        engine.update([batch], batch.target_tokens, 1e-4)
+        synchronise(device)
+        return time.perf_counter() - started
+
+    update()
+    size = checkpoint_bytes(count, 0)
+    waited: dict[Save, list[float]] = {"blocking": [], "background": []}
+    written: list[float] = []
+    quiet: list[float] = []
+    meanwhile: list[float] = []
+    with tempfile.TemporaryDirectory(dir=arguments.out) as scratch:
+        savers = {
+            save: Saver(
+                CheckpointStore(Path(scratch) / save, keep_last=1, keep_best=False),
+                engine,
+                world,
+                Watchdog(world, 0.0, 1.0, 1.0),
+                TrainingConfig(save=save),
+                size,
+                0,
+            )
+            for save in waited
+        }
+        for number in range(1, arguments.rounds + 1):
+            for save, saver in savers.items():
+                quiet += [update() for _ in range(3)]
+                started = time.perf_counter()
+                saver.save(Progress(update=number), must=False)
+                waited[save].append(time.perf_counter() - started)
+                while saver.is_writing:
+                    meanwhile.append(update())
+                saver.finish()
+                if save == "background":
+                    written.append(time.perf_counter() - started)
+        for saver in savers.values():
+            saver.close()
+    blocking, background = (statistics.median(waited[save]) for save in ("blocking", "background"))
+    slower = statistics.median(meanwhile) / statistics.median(quiet) if meanwhile else float("nan")
+    lines = [
+        f"{count:,} parameters on {device}, checkpoints of {shown_bytes(size)}, medians of {arguments.rounds} rounds",
+        f"training waits, blocking        {blocking:8.3f} s",
+        f"training waits, background      {background:8.3f} s, {blocking / background:.1f} times less",
+        f"written in the background in    {statistics.median(written):8.3f} s",
+        f"an update while it is written   {slower:8.2f} times as long as without ({len(meanwhile)} updates)",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

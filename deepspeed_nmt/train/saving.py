@@ -1,0 +1,217 @@
+"""Saving of checkpoints: training waits for a copy in host memory, and a thread of rank 0 writes it.
+
+One checkpoint is written at a time. The next one waits for it, as do the end of training, a stop and a rollback. A
+checkpoint has its name only once it is complete, so a process that is killed meanwhile resumes from the one before.
+All ranks learn whether a checkpoint was written when they next wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from types import TracebackType
+
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.engine.base import Engine, EngineScalars, ParameterState
+from deepspeed_nmt.engine.host_memory import HostBuffer, available_bytes
+from deepspeed_nmt.errors import shown_bytes
+from deepspeed_nmt.parallel.agreement import fail_together
+from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.watchdog import Watchdog
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train.disk import DiskWatch, Rotation
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.session import Save, TrainingConfig
+from deepspeed_nmt.train.store import CheckpointStore
+
+_SHARE = 0.5
+"""Largest share of the available host memory that the copy takes. On a CPU, Adam's moments and gradients are still to
+come when it is allocated, and they are as large."""
+_REPORT_S = 60.0
+"""Seconds between warnings while training waits for a checkpoint."""
+
+
+class Saver:
+    """Writer of a run's checkpoints. All ranks build it and call its methods together, except :meth:`close`.
+
+    A context manager, which waits at its end for the checkpoint that is being written.
+
+    Args:
+        store: checkpoints of the run; rank 0 writes them.
+        engine: source of the training state.
+        world: the ranks.
+        watchdog: monitor of the ranks, which records the work of this rank.
+        config: settings of training.
+        size: bytes of the tensors in a checkpoint.
+        saved_at: update of the newest good checkpoint; 0 if there is none.
+
+    Attributes:
+        saved_at: update of the newest checkpoint that all ranks know to be written.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        engine: Engine,
+        world: World,
+        watchdog: Watchdog,
+        config: TrainingConfig,
+        size: int,
+        saved_at: int,
+    ) -> None:
+        self.saved_at = saved_at
+        self._store, self._engine, self._world, self._watchdog = store, engine, world, watchdog
+        self._disk = DiskWatch(store.directory, Rotation(config.keep_last, config.keep_best))
+        self._pending: int | None = None
+        self._thread: threading.Thread | None = None
+        self._problem = ""
+        self._error: Exception | None = None
+        self._size = size
+        self._is_first = True
+        self._buffer = _buffer(config.save, size, engine) if world.is_main else None
+        self._in_background: bool = from_main(self._buffer is not None, world)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(self, progress: Progress, *, must: bool) -> None:
+        """Take a checkpoint after waiting for the one before, and write it.
+
+        Args:
+            progress: to record.
+            must: True to return once it is written, and to raise if it cannot be; False to log an error then, and to
+                continue.
+
+        Raises:
+            OSError: if it cannot be written, and ``must`` is True.
+        """
+        self.finish()
+        self._watchdog.at(f"saving update {progress.update}", slow=True)
+        since = time.monotonic()
+        self._pending = progress.update
+        scalars = self._engine.scalars()
+        if not self._world.is_main:
+            for _ in self._engine.state(copy=False):
+                pass
+        elif self._buffer is None:
+            self._write(progress, scalars, self._engine.state(), must, since)
+        else:
+            self._buffer.begin()
+            states = list(self._engine.state(buffer=self._buffer))
+            self._buffer.wait()
+            self._thread = threading.Thread(
+                target=self._write, args=(progress, scalars, states, must, since), name="checkpoint"
+            )
+            self._thread.start()
+        if must or not self._in_background:
+            self.finish()
+            if must and self._problem:
+                with fail_together(self._world):
+                    raise OSError(self._failure(progress.update))
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint is written."""
+        if self._pending is None:
+            return
+        self._watchdog.at(f"writing the checkpoint of update {self._pending} to {self._store.directory}", slow=True)
+        self._join()
+        if self._error is not None:
+            raise self._error
+        self._problem = from_main(self._problem, self._world)
+        if not self._problem:
+            self.saved_at = self._pending
+        self._pending = None
+
+    @property
+    def is_writing(self) -> bool:
+        """True while this rank writes a checkpoint in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait on this rank until nothing is written any more, and release the copy."""
+        self._join()
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _join(self) -> None:
+        """Wait for the thread; say so while that takes long."""
+        if self._thread is None:
+            return
+        since = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_REPORT_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    "training waits for the checkpoint of update %s, which has been written to %s for %.0f s",
+                    self._pending,
+                    self._store.directory,
+                    time.monotonic() - since,
+                )
+        self._thread = None
+
+    def _write(
+        self,
+        progress: Progress,
+        scalars: EngineScalars,
+        states: Iterable[ParameterState],
+        must: bool,
+        since: float,
+    ) -> None:
+        """Write a checkpoint, and record the problem if there is one; in a thread, or while training waits."""
+        waited = time.monotonic() - since
+        try:
+            self._problem = ""
+            self._store.save(progress, scalars, states)
+        except OSError as error:
+            self._problem = str(error)
+            if not must:
+                logger.error("%s; training continues", self._failure(progress.update))
+            return
+        except Exception as error:  # for the main thread to raise
+            self._error = error
+            return
+        took = time.monotonic() - since
+        with suppress(OSError):
+            self._disk(self._size, len(self._store.names()))
+        if self._is_first:
+            logger.info(
+                "checkpoint of update %d: %s, written in %.1f s, of which training waited %.1f s",
+                progress.update,
+                shown_bytes(self._size),
+                took,
+                took if must or self._buffer is None else waited,
+            )
+        self._is_first = False
+
+    def _failure(self, update: int) -> str:
+        last = f"the last good one is of update {self.saved_at}" if self.saved_at else "there is none yet"
+        return (
+            f"the checkpoint of update {update} could not be written to {self._store.directory} ({self._problem}); "
+            f"{last}. Free some space or lower training.keep_last"
+        )
+
+
+def _buffer(save: Save, size: int, engine: Engine) -> HostBuffer | None:
+    """Return the memory for the copy; None if training waits for the writing instead."""
+    if save == "blocking":
+        return None
+    available = available_bytes()
+    if size <= _SHARE * available:
+        try:
+            return HostBuffer(size // 4, engine.device)
+        except RuntimeError:  # how torch reports that there is none
+            pass
+    logger.warning(
+        "training waits while checkpoints are written: for the background, their copy of %s may take half of the "
+        "available host memory, but that is %s",
+        shown_bytes(size),
+        shown_bytes(available),
+    )
+    return None

@@ -1,0 +1,306 @@
+"""Checkpoints written in the background: training waits for a copy in host memory only, and nothing else changes."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.engine.host_memory import HostBuffer, available_bytes
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.watchdog import Watchdog
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.train import disk, saving
+from deepspeed_nmt.train import store as store_module
+from deepspeed_nmt.train.disk import DiskWatch, Rotation, check_can_save
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.saving import Saver
+from deepspeed_nmt.train.session import Save, TrainingConfig
+from deepspeed_nmt.train.store import CheckpointStore
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+SHAPE = (5, 3)
+NAMES = ("a", "b.weight")
+SIZE = len(NAMES) * 12 * 15
+GIB = 1 << 30
+
+
+class Weights:
+    """Engine of two parameters, which training changes in place."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.tensors = {name: [torch.zeros(SHAPE) for _ in range(3)] for name in NAMES}
+
+    def train(self, value: float) -> None:
+        for number, tensor in enumerate(tensor for tensors in self.tensors.values() for tensor in tensors):
+            tensor.fill_(value + number / 8)
+
+    def scalars(self) -> EngineScalars:
+        return EngineScalars(3)
+
+    def state(self, copy: bool = True, buffer: HostBuffer | None = None) -> Iterator[ParameterState]:
+        for name, tensors in self.tensors.items():
+            weight, first, second = buffer(tensors) if buffer else [tensor.clone() for tensor in tensors]
+            yield ParameterState(name, weight, {"exp_avg": first, "exp_avg_sq": second})
+
+
+def saver_in(directory: Path, engine: Weights, save: Save = "background") -> Saver:
+    store, watchdog = CheckpointStore(directory), Watchdog(ALONE, 0.0, 1.0, 1.0)
+    return Saver(store, engine, ALONE, watchdog, TrainingConfig(save=save), SIZE, 0)  # type: ignore[arg-type]
+
+
+def names(directory: Path) -> list[str]:
+    return CheckpointStore(directory).names()
+
+
+class SlowDisk:
+    """Disk that writes nothing before it is told to; it may be full then."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self._write = store_module.save_file
+
+    def __call__(self, tensors: Any, path: Path) -> None:
+        self.began.set()
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        self._write(tensors, path)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    found = SlowDisk()
+    monkeypatch.setattr(store_module, "save_file", found)
+    yield found
+    found.go_on.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
+    tmp_path: Path, slow: SlowDisk
+) -> None:
+    engine = Weights()
+    with saver_in(tmp_path / "background", engine) as saver:
+        for update in (1, 2):  # the second copy has the memory of the first
+            slow.began.clear()
+            slow.go_on.clear()
+            engine.train(update)
+            saver.save(Progress(update=update), must=False)
+            assert slow.began.wait(60) and saver.saved_at == update - 1
+            engine.train(99.0)
+            assert f"update-{update:07d}" not in names(tmp_path / "background")
+            slow.go_on.set()
+            saver.finish()
+            assert saver.saved_at == update and f"update-{update:07d}" in names(tmp_path / "background")
+    with saver_in(tmp_path / "blocking", engine, "blocking") as saver:
+        for update in (1, 2):
+            engine.train(update)
+            saver.save(Progress(update=update), must=False)
+            assert saver.saved_at == update
+    files = sorted(file for file in (tmp_path / "blocking").rglob("*") if file.is_file())
+    assert len(files) == 2 * 5 + 1
+    for file in files:
+        other = tmp_path / "background" / file.relative_to(tmp_path / "blocking")
+        assert other.read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_checkpoint_waits_for_the_one_before(tmp_path: Path, slow: SlowDisk) -> None:
+    engine = Weights()
+    with saver_in(tmp_path, engine) as saver:
+        engine.train(1.0)
+        saver.save(Progress(update=1), must=False)
+        threading.Timer(0.2, slow.go_on.set).start()
+        engine.train(2.0)
+        saver.save(Progress(update=2), must=True)
+        assert saver.saved_at == 2
+    store = CheckpointStore(tmp_path)
+    assert [float(store.read(name).weight("a")[0, 0]) for name in store.names()] == [1.0, 2.0]
+
+
+def test_the_end_waits_for_a_checkpoint_that_is_being_written(tmp_path: Path, slow: SlowDisk) -> None:
+    def interrupted() -> None:
+        with saver_in(tmp_path, Weights()) as saver:
+            saver.save(Progress(update=1), must=False)
+            threading.Timer(0.2, slow.go_on.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names(tmp_path) == ["update-0000001"]
+
+
+def test_a_full_disk_in_the_background_is_reported_and_the_next_checkpoint_written(
+    tmp_path: Path, slow: SlowDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow.go_on.set()
+    with saver_in(tmp_path, Weights()) as saver:
+        saver.save(Progress(update=1), must=False)
+        saver.finish()
+        slow.error = OSError(errno.ENOSPC, "No space left on device")
+        saver.save(Progress(update=2), must=False)
+        saver.finish()
+        assert saver.saved_at == 1
+        assert caplog.text.count("the checkpoint of update 2 could not be written to ") == 1
+        assert "the last good one is of update 1. Free some space" in caplog.text
+        assert "training continues" in caplog.text
+        with pytest.raises(OSError, match=r"the checkpoint of update 3 could not be written .* is of update 1"):
+            saver.save(Progress(update=3), must=True)
+        slow.error = None
+        saver.save(Progress(update=4), must=False)
+    assert names(tmp_path) == ["update-0000001", "update-0000004"]
+
+
+def test_an_error_of_the_program_in_the_background_ends_training(tmp_path: Path, slow: SlowDisk) -> None:
+    slow.go_on.set()
+    slow.error = ValueError("a mistake")
+    with saver_in(tmp_path, Weights()) as saver:
+        saver.save(Progress(update=1), must=False)
+        with pytest.raises(ValueError, match="a mistake"):
+            saver.save(Progress(update=2), must=False)
+
+
+@pytest.mark.parametrize("reason", ["available", "allocation"])
+def test_training_waits_where_host_memory_has_no_room_for_a_copy(
+    tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> HostBuffer:
+        raise RuntimeError("not enough memory")
+
+    if reason == "available":
+        monkeypatch.setattr(saving, "available_bytes", lambda: 2 * SIZE - 1)
+    else:
+        monkeypatch.setattr(saving, "HostBuffer", fails)
+    with saver_in(tmp_path, Weights()) as saver:
+        saver.save(Progress(update=1), must=False)
+        assert saver.saved_at == 1
+    assert "training waits while checkpoints are written: for the background, their copy of " in caplog.text
+
+
+def test_training_that_waits_long_for_a_disk_says_so(
+    tmp_path: Path, slow: SlowDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving, "_REPORT_S", 0.01)
+    with saver_in(tmp_path, Weights()) as saver:
+        saver.save(Progress(update=7), must=False)
+        threading.Timer(0.3, slow.go_on.set).start()
+        saver.finish()
+    assert f"training waits for the checkpoint of update 7, which has been written to {tmp_path} for " in caplog.text
+
+
+def test_available_memory_is_the_least_that_the_system_and_control_groups_leave(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == 1 << 62
+    files = {
+        "proc/meminfo": "MemTotal: 900 kB\nMemAvailable:  800 kB\n",
+        "proc/self/cgroup": "1:name=systemd:/x\n0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "1\n",
+        "sys/fs/cgroup/job/memory.max": "700000\n",
+        "sys/fs/cgroup/job/memory.current": "500000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == 300_000, "the cache of files can be taken back"
+    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 800 << 10
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,memory:/job\n")
+    group = tmp_path / "sys/fs/cgroup/memory/job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("900000\n")
+    (group / "memory.usage_in_bytes").write_text("890000\n")
+    assert available_bytes(tmp_path) == 10_000
+    assert available_bytes() > 0
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Free bytes of the disk."""
+    found = SimpleNamespace(free=100 * GIB)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: found)
+    return found
+
+
+@pytest.mark.parametrize(("present", "needed"), [(0, 2), (4, 2), (5, 2), (6, 1), (9, 1)])
+def test_a_run_that_has_no_room_for_its_checkpoints_is_refused(
+    tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, present: int, needed: int
+) -> None:
+    monkeypatch.setattr(disk, "_reserve", lambda descriptor, size: True)
+    free.free = needed * GIB
+    check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
+    free.free -= 1
+    words = rf"must have room for {needed} more checkpoints? of 1.0 GiB, but its disk has .* free; free some space, "
+    with pytest.raises(ConfigError, match=words):
+        check_can_save(tmp_path / "new", GIB, Rotation(5, True), present)
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [(errno.EOPNOTSUPP, False), (errno.EFBIG, False), (errno.EDQUOT, True), (errno.ENOSPC, True)],
+)
+def test_a_quota_is_found_by_reserving(
+    tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, code: int, refused: bool
+) -> None:
+    asked = []
+
+    class Library:
+        @staticmethod
+        def fallocate64(descriptor: int, *arguments: int) -> int:
+            asked.append(arguments)
+            disk.ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(disk.ctypes, "CDLL", lambda *_, **__: Library)
+    words = r"its disk has 100.0 GiB free, of which a quota leaves less; free some"
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        check_can_save(tmp_path, GIB, Rotation(1, False), 0)
+    assert asked == [(0, 0, 2 * GIB)]
+
+
+def test_room_is_reserved_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, sizes = disk._reserve, []
+
+    def watched(descriptor: int, size: int) -> bool:
+        has_room = reserve(descriptor, size)
+        sizes.append(disk.os.fstat(descriptor).st_blocks * 512)
+        return has_room
+
+    monkeypatch.setattr(disk, "_reserve", watched)
+    check_can_save(tmp_path, 3 << 20, Rotation(1, False), 0)
+    assert sizes[-1] >= 6 << 20 and not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"must be writable to save the run, but is not .*; correct that, or give"):
+        check_can_save(tmp_path / "file" / "checkpoints", 1, Rotation(5, True), 0)
+
+
+def test_a_disk_that_fills_up_is_announced_once_at_each_level(
+    tmp_path: Path, free: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = DiskWatch(tmp_path, Rotation(3, True))
+    said = []
+    for present, room in ((1, 4), (2, 2.5), (2, 2.2), (3, 1), (4, 1), (4, 0), (4, 5), (4, 0)):
+        caplog.clear()
+        free.free = int(room * GIB)
+        watch(GIB, present)
+        said.append("room for" in caplog.text)
+        if (present, room) == (2, 2.5):
+            assert (
+                "has 2.5 GiB free, room for 2 of the 3 checkpoints of 1.0 GiB that training.keep_last=3 and the best "
+                "one still need" in caplog.text
+            )
+    assert said == [False, True, False, True, False, True, False, True]
