@@ -7,6 +7,7 @@ dependencies evaluates their markers for this machine, so they are followed here
 from __future__ import annotations
 
 import email
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 PACKAGE = ("setup.py", "pyproject.toml", "README.md", "deepspeed_nmt", "ds_configs")
 """Files from which the wheel of this package is built."""
+FURTHER = ("test", "docs")
+"""Locks in addition to that of a kind of machine."""
 SOURCE_ONLY = ("deepspeed",)
 """Distributions without a published wheel. They are built here, and must be pure Python."""
 GLIBC = range(28, 4, -1)
@@ -91,7 +94,7 @@ class Wheel:
         """Read the metadata of a wheel."""
         try:
             with zipfile.ZipFile(path) as archive:
-                (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+                (name,) = (each for each in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
                 found = email.message_from_bytes(archive.read(name))
         except (zipfile.BadZipFile, ValueError):
             raise WheelhouseError(
@@ -168,8 +171,7 @@ def build(out: Path, what: str) -> None:
         (wheel,) = Path(scratch).glob("*.whl")
         if not wheel.name.endswith("-none-any.whl"):
             raise WheelhouseError(
-                f"the wheel of {what} must be pure Python, but is {wheel.name}; unset the variables DS_BUILD_* and start "
-                "this script again"
+                f"the wheel of {what} must be pure Python, but is {wheel.name}; unset DS_BUILD_OPS, and start again"
             )
         shutil.move(wheel, out / wheel.name)
 
@@ -189,30 +191,34 @@ def build_package(out: Path) -> None:
 
 def fill(out: Path, target: Target) -> list[Wheel]:
     """Download and build all that the directory lacks, and return the wheels that it needs."""
-    names = (target.lock, *target.also)
-    requirements: dict[str, Requirement] = {}
+    pins: dict[str, Requirement] = {}
     indexes: list[str] = []
-    for name in names:
+    for name in (target.lock, *target.also):
         found = read_lock(name)
-        requirements |= {str(each): each for each in found[0] if target.needs(each)}
+        pins |= {str(each): each for each in found[0] if target.needs(each)}
         indexes += found[1]
     build_package(out)
-    roots = [Requirement("deepspeed_nmt"), *requirements.values()]
-    for requirement in requirements.values():
-        if canonicalize_name(requirement.name) in SOURCE_ONLY and not list(met(requirement, wheels_in(out))):
-            build(out, plain(requirement))
-    options = ["--dest", out, "--find-links", out, "--no-deps", *target.pip_options, *indexes]
+    for pin in pins.values():
+        if canonicalize_name(pin.name) in SOURCE_ONLY and not list(met(pin, wheels_in(out))):
+            build(out, plain(pin))
+    roots = [Requirement("deepspeed_nmt"), *pins.values()]
+    options = ["--progress-bar=off", "--dest", out, "--find-links", out, "--no-deps", *target.pip_options]
     # Locks pin all; the constraints pin what one lock requires of another one, which is not asked for.
-    constraints = [f"--constraint={LOCKS / name}.txt" for name in ("common", "test")]
+    options += [f"--constraint={LOCKS / name}.txt" for name in ("common", "test")]
+    # pip asks the index of PyTorch for each package. If it cannot be reached, that takes many retries.
+    common = {canonicalize_name(each.name) for name in ("common", *FURTHER) for each in read_lock(name)[0]}
     while True:
         needed, unmet = follow(roots, wheels_in(out), target)
         if not unmet:
             return needed
-        pip("download", "--progress-bar=off", *options, *constraints, *map(plain, unmet))
+        if usual := [plain(each) for each in unmet if canonicalize_name(each.name) in common]:
+            pip("download", *options, *usual)
+        if rest := [plain(each) for each in unmet if canonicalize_name(each.name) not in common]:
+            pip("download", *options, *indexes, *rest)
         if follow(roots, wheels_in(out), target)[1] == unmet:
             lacking = ", ".join(map(str, unmet))
             raise WheelhouseError(
-                f"{lacking} must be among the wheels of {out}, but pip found another; correct the lock"
+                f"{lacking} must be among the wheels of {out}, but pip found another version; correct the lock"
             )
 
 
