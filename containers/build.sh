@@ -25,6 +25,7 @@ make_venv
 install_lock "$lock"
 say "installing this package"
 pip_install --no-deps --no-build-isolation "$ROOT"
+rm -rf "$VENV"/lib/python3*/site-packages/torch/test # programs that test torch, 83 MB
 cp "$ROOT/containers/environment.sh" "$VENV/environment.sh"
 printf '%s\n' "$lock" >"$VENV/lock"
 chmod -R a+rX "$VENV" # whatever the umask is

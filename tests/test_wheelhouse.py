@@ -152,9 +152,9 @@ def test_it_installs_without_a_network(repository: Path, wheelhouse: Path, tmp_p
     done = shell(repository, code, WHEELHOUSE=os.path.relpath(wheelhouse), VENV=venv, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lock cpu" in done.stdout, "the lock is that of the wheelhouse"
-    found = run(tmp_path / "venv/bin/python", "-m", "pip", "freeze", "--all").stdout.split()
-    assert {"deepspeed==1.0", "plain==1.0", "runtime==3.0", "torch==1.0", "writer==1.0", "tester==1.0"} <= set(found)
-    assert "deepspeed_nmt" in " ".join(found)
+    assert "Looking in links" in done.stdout and "Looking in indexes" not in done.stdout, "pip asks no index"
+    found = {path.name.removesuffix("-1.0.dist-info") for path in (tmp_path / "venv").rglob("*.dist-info")}
+    assert {"deepspeed", "deepspeed_nmt", "plain", "runtime-3.0.dist-info", "torch", "writer", "tester"} <= found
     assert shell(repository, "install cpu docs", WHEELHOUSE=str(wheelhouse), VENV=venv).stdout == "", "nothing twice"
 
     by_hand = ["--no-index", "--find-links", wheelhouse, "-r", wheelhouse / "requirements.txt"]

@@ -234,7 +234,7 @@ class DeepSpeedEngine(Engine):
     @override
     def close(self) -> None:
         self._engine.destroy()
-        # DeepSpeed keeps the grid for the process, and the next engine would have it, even without tensor parallelism.
+        # DeepSpeed keeps the grid for the process, and the next engine would have it even without tensor parallelism.
         groups.mpu = None
 
     def _inner(self) -> torch.optim.Optimizer:
