@@ -19,7 +19,9 @@ setup(
         "deepspeed_nmt.ds_configs": ["*.json"],
     },
     install_requires=[
-        "torch>=2.11",
+        # From 2.15 on torch has no builds for CUDA 12.6, thus no kernels for a V100 (requirements/v100.txt). pip
+        # without a lock would take it there.
+        "torch>=2.11,<2.15",
         "deepspeed>=0.19,<0.20",
         "matplotlib>=3.8",
         "numpy>=1.26",

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Build the documentation as a site in site/, and fail on any warning.
 #
-#   launch/docs.sh [--serve [--port P]]
+#   launch/docs.sh [--serve [--port P]] [--wheelhouse DIR]
 #
-#   --serve    serve the site, and build it again whenever a page changes
-#   --port P   port of localhost [8000]
+#   --serve         serve the site, and build it again whenever a page changes
+#   --port P        port of localhost [8000]
+#   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh --docs; also as WHEELHOUSE=...
 #
-# This needs Python 3.11 or newer and installs requirements/docs.txt into .venv ($VENV names another one; SKIP_INSTALL=1
-# takes it as it is). The site loads nothing from other hosts.
+# This needs Python 3.11 or newer and installs requirements/docs.txt, which is the same for every --lock of the other
+# scripts, into .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it is). The site loads nothing from other
+# hosts.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -19,6 +21,7 @@ while [ $# -gt 0 ]; do
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --serve) serve=yes ;;
     --port) port="$(number "$1" "${2:-}")" && shift ;;
+    --wheelhouse) WHEELHOUSE="$(directory_named "$@")" || exit; shift ;;
     *) die "unknown option $1; see --help" ;;
     esac
     shift

@@ -5,6 +5,8 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
+WHEELHOUSE="${WHEELHOUSE:-}" # of launch/wheelhouse.sh
+case "$WHEELHOUSE" in '' | /*) ;; *) WHEELHOUSE="$PWD/$WHEELHOUSE" ;; esac
 SYSTEM="${SYSTEM:-}" # "yes" allows apt-get
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -22,6 +24,18 @@ value() { [ -n "${2:-}" ] || die "$1 must have a value, but has none; see --help
 number() {
     case "${2:-}" in '' | *[!0-9]* | 0) die "$1 must be a positive number, but is '${2:-}'; see --help" ;; esac
     printf '%s\n' "$2"
+}
+# lock_named OPTION [NAME]: print NAME, which must be that of a lock in requirements/.
+lock_named() {
+    case "${2:-}" in
+    cpu | cuda | v100) printf '%s\n' "$2" ;;
+    *) die "$1 must be cpu, cuda or v100, but is '${2:-}'; leave it out to have the one for this machine" ;;
+    esac
+}
+# directory_named OPTION [DIR]: print the absolute path of DIR, which must be a directory.
+directory_named() {
+    [ -d "${2:-}" ] || die "$1 must be a directory, but '${2:-}' is not one; check the path"
+    (cd "$2" && pwd)
 }
 
 # print_help SCRIPT: print the comment at the top of SCRIPT.
@@ -139,14 +153,43 @@ choose_lock() {
         END { print NR == 0 ? "cpu" : old ? "v100" : "cuda" }'
 }
 
-# Print the name of the lock to install: $LOCK, or the one for this machine.
+# Print the name of the lock to install: $LOCK, or that of $WHEELHOUSE, or the one for this machine.
 lock_to_install() {
-    case "${LOCK:-}" in
-    '') choose_lock ;;
-    cpu | cuda | v100) printf '%s\n' "$LOCK" ;;
-    *) die "LOCK must be cpu, cuda or v100, but is $LOCK; unset it to have the one for this machine" ;;
-    esac
+    local lock="${LOCK:-}"
+    [ -n "$lock" ] || [ -z "$WHEELHOUSE" ] || lock="$(of_wheelhouse lock)"
+    [ -n "$lock" ] || lock="$(choose_lock)"
+    lock_named LOCK "$lock"
 }
+
+# of_wheelhouse NAME: print the lock, the python or the machine of $WHEELHOUSE, or the requirements that it has also.
+of_wheelhouse() { sed -n "s/^$1=//p" "$WHEELHOUSE/wheelhouse.txt" 2>/dev/null || true; }
+
+# check_wheelhouse NAME: check that $WHEELHOUSE has requirements/NAME.txt for this machine and the Python of $VENV, and,
+# once, that it is whole.
+check_wheelhouse() {
+    [ -f "$WHEELHOUSE/SHA256SUMS" ] ||
+        die "WHEELHOUSE must be a directory that launch/wheelhouse.sh has completed, but $WHEELHOUSE is not;" \
+            "complete it where there is a network, and copy all of it"
+    local name needed found
+    for name in machine python; do
+        needed="$(uname -m)"
+        [ "$name" = machine ] || needed="$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+        found="$(of_wheelhouse "$name")"
+        [ "$needed" = "$found" ] ||
+            die "WHEELHOUSE must be for the $name $needed, but $WHEELHOUSE is for $found;" \
+                "make another with --$name $needed"
+    done
+    found="$(of_wheelhouse lock) $(of_wheelhouse also)"
+    case " $found " in *" $1 "*) ;; *)
+        die "WHEELHOUSE must have requirements/$1.txt, but $WHEELHOUSE is for $found; see launch/wheelhouse.sh --help" ;;
+    esac
+    [ "$WHEELHOUSE" != "$whole_wheelhouse" ] || return 0
+    say "checking $WHEELHOUSE"
+    (cd "$WHEELHOUSE" && sha256sum --check --quiet SHA256SUMS) >&2 ||
+        die "the files of WHEELHOUSE must be as launch/wheelhouse.sh left them, but those above are not; copy them again"
+    whole_wheelhouse="$WHEELHOUSE"
+}
+whole_wheelhouse="" # the one that is known to be whole
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
 
@@ -209,6 +252,7 @@ stamped() {
 pip_install() {
     local bar=off
     [ -t 1 ] && bar=on
+    [ -z "$WHEELHOUSE" ] || set -- --no-index --find-links "$WHEELHOUSE" "$@"
     "$VENV/bin/python" -m pip install --progress-bar "$bar" "$@" || {
         complain "pip could not install what is needed; correct the error above, and start this script again"
         return 1
@@ -217,6 +261,7 @@ pip_install() {
 
 install_lock() {
     say "installing requirements/$1.txt"
+    [ -z "$WHEELHOUSE" ] || check_wheelhouse "$1"
     # Once the other packages are installed, pip asks PyTorch's index for torch only. If that index cannot be reached,
     # this saves the retries for every other package.
     case "$1" in cpu | cuda | v100) pip_install --no-deps -r "$ROOT/requirements/common.txt" || return ;; esac

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Install the package, prepare a corpus, train a translation model, translate its test set, and score the translation.
 #
-#   launch/quickstart.sh [--fresh] [--system] [SOURCE TARGET]
+#   launch/quickstart.sh [--fresh] [--system] [--lock LOCK] [--wheelhouse DIR] [SOURCE TARGET]
 #
 #   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
 #                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
 #                   [a generated sample corpus]
 #   --fresh         remove what an earlier start made in OUT, and start over [resume after the last completed step]
 #   --system        install missing system packages (python3, python3-venv) with apt-get [never]
+#   --lock LOCK     requirements to install: cpu, cuda or v100; also as LOCK=... [chosen for this machine]
+#   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh; also as WHEELHOUSE=...
 #
 # Training runs under DeepSpeed with ZeRO-2 (launch/local.sh). Ctrl-C, SIGTERM and SIGHUP (the terminal is lost) end the
 # current step, and the same command without --fresh resumes. The exit status is then 75 if training was saved, in
@@ -20,7 +22,6 @@
 #   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
 #   VENV             virtual environment [.venv]
 #   PYTHON           Python that makes the virtual environment [python3]
-#   LOCK             requirements to install: cpu, cuda or v100 [chosen for this machine]
 #   SKIP_INSTALL=1   use the virtual environment as it is
 
 set -euo pipefail
@@ -36,6 +37,8 @@ while [ $# -gt 0 ]; do
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --fresh) fresh=yes ;;
     --system) SYSTEM=yes ;;
+    --lock) LOCK="$(lock_named "$@")" || exit; shift ;;
+    --wheelhouse) WHEELHOUSE="$(directory_named "$@")" || exit; shift ;;
     -*) die "unknown option $1; see --help" ;;
     *) break ;;
     esac

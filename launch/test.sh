@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # Install what the tests need, check the code, and run the tests.
 #
-#   launch/test.sh [--fast | --full] [--system] [pytest arguments]
+#   launch/test.sh [--fast | --full] [--system] [--lock LOCK] [--wheelhouse DIR] [pytest arguments]
 #
-#   --fast     only quick checks: linters, types, unit tests, architecture, and one run from raw text to BLEU
-#   (default)  all tests except those that take very long: comparison of engines and methods, launchers, SLURM, ...
-#   --full     also tests that take very long (marked slow) or need a GPU (marked gpu)
-#   --system   install missing system packages (python3, python3-venv, SLURM, ...) with apt-get [never]. An ssh daemon
-#              for one test, and a browser for the tests of pages (100 MB), are installed only by
-#              SYSTEM_EXTRA="openssh-server openssh-client pdsh chromium-headless-shell"
+#   --fast          only quick checks: linters, types, unit tests, architecture, and one run from raw text to BLEU
+#   (default)       all tests except those that take very long: comparison of engines and methods, launchers, SLURM, ...
+#   --full          also tests that take very long (marked slow) or need a GPU (marked gpu)
+#   --system        install missing system packages (python3, python3-venv, SLURM, ...) with apt-get [never]. An ssh
+#                   daemon for one test, and a browser for the tests of pages (100 MB), are installed only by
+#                   SYSTEM_EXTRA="openssh-server openssh-client pdsh chromium-headless-shell"
+#   --lock LOCK     requirements to install: cpu, cuda or v100; also as LOCK=... [chosen for this machine]
+#   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh --test --docs; also as
+#                   WHEELHOUSE=...
 #
 # Everything goes into the virtual environment .venv ($VENV names another one; SKIP_INSTALL=1 takes it as it
-# is). Once installed, it runs without a network. $PYTHON names the Python to make it with, $LOCK the lock to
-# install (cpu, cuda, v100; default: what fits the machine). Two workers ($WORKERS; 0: none but pytest itself) run one
-# file of tests each, in parallel with the type checker. The exit status is 0 if all checks pass.
+# is). Once installed, it runs without a network. $PYTHON names the Python to make it with. Two workers ($WORKERS; 0:
+# none but pytest itself) run one file of tests each, in parallel with the type checker. The exit status is 0 if all
+# checks pass.
 
 set -euo pipefail
 # shellcheck source=launch/lib.sh
@@ -24,6 +27,8 @@ while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) print_help "${BASH_SOURCE[0]}" && exit ;;
     --system) SYSTEM=yes ;;
+    --lock) LOCK="$(lock_named "$@")" || exit; shift ;;
+    --wheelhouse) WHEELHOUSE="$(directory_named "$@")" || exit; shift ;;
     --fast) selection="fast and not slow and not gpu" ;;
     --full) selection="slow or not slow" ;; # all tests; those marked gpu are skipped without a GPU
     *) break ;;

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("cpu", "cuda", "v100")
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.rglob("*.sh")), *sorted(LAUNCH.glob("*.sbatch")), ROOT / ".ci" / "run"]
-SCRIPTS += sorted((ROOT / "benchmarks").rglob("*.sh"))
+SCRIPTS += [*sorted((ROOT / "benchmarks").rglob("*.sh")), *sorted((ROOT / "containers").glob("*.sh"))]
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -107,6 +107,8 @@ def test_a_v100_gets_a_build_that_has_its_kernels() -> None:
     assert options == [f"--extra-index-url {PYTORCH_INDEX}cu126"]
     assert torch_version.endswith("+cu126")
     assert tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) <= (2, 14)
+    (bounds,) = (each.specifier for each in install_requires() if each.name == "torch")
+    assert bounds.contains("2.14.1") and not bounds.contains("2.15.0"), "pip without a lock takes the newest"
 
 
 def missing_from(locked: Mapping[str, str], python: str) -> list[str]:
@@ -133,6 +135,7 @@ def test_lock_is_complete(python: str) -> None:
     if build == "cu126":
         pytest.skip("the cu126 build pins its CUDA libraries itself")
     lock = "cuda" if any(text.startswith("triton") for text in metadata.requires("torch") or []) else "cpu"
+    assert missing_from(pins(lock, python), python) == [], "without the lock of the tests"
     locked = {**pins(lock, python), **pins("test", python)}
     assert missing_from(locked, python) == []
     assert missing_from({name: version for name, version in locked.items() if name != "filelock"}, python) != []
@@ -142,7 +145,7 @@ def test_lock_is_complete(python: str) -> None:
 def test_script_is_valid_bash(script: Path) -> None:
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert os.access(script, os.X_OK) or script.name == "lib.sh"
+    assert os.access(script, os.X_OK) or script.name in ("lib.sh", "environment.sh")  # sourced
 
 
 def test_shellcheck_finds_nothing() -> None:
@@ -316,7 +319,7 @@ def test_quickstart_names_wrong_settings(stubs: dict[str, str], tmp_path: Path) 
     for settings, message in (
         ({"OUT": str(tmp_path / "file")}, f"OUT must be a directory, but {tmp_path / 'file'} is a file"),
         ({"OUT": str(tmp_path / "file" / "below")}, "OUT must be a directory that can be written"),
-        ({"LOCK": "foo"}, "LOCK must be cpu, cuda or v100, but is foo"),
+        ({"LOCK": "foo"}, "LOCK must be cpu, cuda or v100, but is 'foo'"),
         ({"RANKS": "two"}, "RANKS must be a positive number, but is 'two'"),
         ({"VOCAB_SIZE": "-3"}, "VOCAB_SIZE must be a positive number, but is '-3'"),
     ):
@@ -422,6 +425,19 @@ def call_library(code: str, path: Path, **settings: str) -> subprocess.Completed
     script = f'set -euo pipefail; . "{ROOT}/launch/lib.sh"; {code}'
     variables = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", **settings}
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=False)
+
+
+def test_an_option_names_the_lock(stubs: dict[str, str], tmp_path: Path) -> None:
+    """On a host without a GPU. The option has priority over LOCK."""
+    done = run_script("quickstart.sh", "--lock", "v100", **stubs)
+    assert "requirements/v100.txt" in done.stdout
+    for script in ("quickstart.sh", "test.sh", "wheelhouse.sh"):
+        done = run_script(script, "--lock", "gpu", **stubs)
+        assert done.returncode == 2 and "--lock must be cpu, cuda or v100, but is 'gpu'" in done.stderr, script
+        assert "--lock" in run_script(script, "--help").stdout
+    for script in ("quickstart.sh", "test.sh", "docs.sh"):
+        done = run_script(script, "--wheelhouse", str(tmp_path / "none"), **stubs)
+        assert done.returncode == 2 and "--wheelhouse must be a directory, but" in done.stderr, script
 
 
 @pytest.mark.parametrize(

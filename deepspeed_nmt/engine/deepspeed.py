@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage3
-from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import (
+    groups,
     safe_get_local_fp32_param,
     safe_get_local_grad,
     safe_get_local_optimizer_state,
@@ -25,6 +25,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     set_z3_leaf_module,
 )
+from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -246,6 +247,8 @@ class DeepSpeedEngine(Engine):
     @override
     def close(self) -> None:
         self._engine.destroy()
+        # DeepSpeed keeps the grid for the process, and the next engine would have it even without tensor parallelism.
+        groups.mpu = None
 
     def _inner(self) -> torch.optim.Optimizer:
         """Return torch's optimizer, which ZeRO's optimizer wraps."""

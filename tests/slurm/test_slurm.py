@@ -161,7 +161,21 @@ def test_a_user_error_is_not_retried(cluster: Cluster, data: Path, tmp_path: Pat
     assert made.said().count("did you mean 'model.heads'?") == 2, "the first rank of each host reports it"
 
 
-def test_a_chain_of_jobs_prepares_trains_and_translates(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_chain_of_jobs_prepares_trains_and_translates(
+    cluster: Cluster, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container: a stand-in for Apptainer has the Python of the image."""
+    program, image = tmp_path / "bin/apptainer", tmp_path / "image.sif"
+    program.parent.mkdir()
+    image.touch()
+    program.write_text(
+        f'#!/bin/sh\nuntil [ "$1" = {image} ]; do shift; done\necho "$5" >>{tmp_path}/contained\nshift 2\n'
+        f'exec env PYTHONPATH={ROOT} {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setitem(cluster.environment, "PATH", f"{program.parent}:{cluster.environment['PATH']}")
+    monkeypatch.setitem(cluster.environment, "CONTAINER", str(image))
+    monkeypatch.setitem(cluster.environment, "PYTHON", "/of/the/host")
     text, out, run = data.parent / "text", tmp_path / "data", tmp_path / "run"
     words = ["--out", str(out), "--vocab-size", "500"]
     for split in ("train", "valid"):
@@ -175,6 +189,7 @@ def test_a_chain_of_jobs_prepares_trains_and_translates(cluster: Cluster, data: 
     translated = cluster.submit(*words, cwd=tmp_path)
     assert cluster.ended(translated, 180) == "COMPLETED", [path.read_text() for path in tmp_path.glob("*.log")]
     assert len((tmp_path / "test.hyp").read_text().splitlines()) == 20
+    assert (tmp_path / "contained").read_text().split() == ["prepare", "train", "translate"]
 
 
 def test_an_array_trains_the_points_of_a_sweep(cluster: Cluster, data: Path, tmp_path: Path) -> None:

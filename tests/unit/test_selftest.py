@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,3 +89,15 @@ def test_the_command_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--ranks", "2", "--device", "cpu", "--quick", "--json"]) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     assert len(found) > 8 and all(row["passed"] for row in found)
+
+
+def test_an_engine_leaves_no_tensor_parallelism_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of two ranks goes from engines with tensor parallelism to those without it."""
+    groups = pytest.importorskip("deepspeed.utils.groups")
+    from deepspeed_nmt.engine.deepspeed import DeepSpeedEngine
+
+    monkeypatch.setattr(groups, "mpu", object())
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    engine._engine = SimpleNamespace(destroy=lambda: None)
+    engine.close()
+    assert groups.mpu is None
