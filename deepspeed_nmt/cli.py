@@ -32,9 +32,8 @@ from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = (
-    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "export", "import", "plan"),
-    "report",
-    "selftest",
+    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "export", "import"),
+    *("import-fairseq", "plan", "report", "selftest"),
 )
 """Names of the commands.
 
