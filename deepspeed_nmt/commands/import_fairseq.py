@@ -94,15 +94,15 @@ def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
         ConfigError: if Moses' rules have no language.
     """
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.text import TextForm, check_language
+    from deepspeed_nmt.text import Form, TextForm, check_language
 
-    codes = []
+    codes: list[str | None] = []
     for language in (languages.source, languages.target):
         try:
             codes.append(check_language(language))
         except ValueError:
             codes.append(None)
-    form = arguments.text or ("raw" if arguments.sentencepiece else "tokenised")
+    form: Form = arguments.text or ("raw" if arguments.sentencepiece else "tokenised")
     if form == "moses" and codes[1] is None:
         raise ConfigError(
             f"--text moses needs the language code of the target, but {languages.target} is none; leave it out"

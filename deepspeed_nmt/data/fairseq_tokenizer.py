@@ -21,6 +21,8 @@ from deepspeed_nmt.errors import DataError
 
 KIND = "fairseq"
 """Value of ``kind`` in INFO_FILE."""
+_MOST_FOREIGN = 0.1
+"""Share of a dictionary's symbols that its SentencePiece model may lack."""
 DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
 
 
@@ -67,7 +69,8 @@ class FairseqTokenizer(Tokenizer):
             raise DataError(f"the {side}'s SentencePiece model could not be read: {error}") from error
         pieces = {processor.id_to_piece(number) for number in range(processor.get_piece_size())}
         words = [word for word in self._words[side] if not word.startswith("madeupword")]
-        if foreign := [word for word in words if word not in pieces]:
+        # A character that the model lacks is a piece of its own, which the dictionary may have.
+        if len(foreign := [word for word in words if word not in pieces]) > _MOST_FOREIGN * len(words):
             raise DataError(
                 f"the SentencePiece model must have the symbols of the {side}'s dictionary, but lacks "
                 f"{len(foreign):,} of {len(words):,}, among them {foreign[0]}; give the model that segmented the text"
@@ -125,10 +128,11 @@ class FairseqTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
         symbols = self._symbols[side]
         pieces = [UNKNOWN_TEXT if token == UNK else symbols[token] for token in map(int, tokens) if token >= UNK]
-        if self._processors:
-            text: str = self._processors[side].decode_pieces(pieces)
-            return text
-        return self._join(pieces)
+        processor = self._processors.get(side)
+        if processor is None or any(processor.is_unknown(processor.piece_to_id(piece)) for piece in pieces):
+            return self._join(pieces)  # SentencePiece would not write a piece that it lacks
+        text: str = processor.decode_pieces(pieces)
+        return text
 
     def spelt(self, tokens: Sequence[int], side: Side) -> str:
         """Return a line of text that :meth:`encode_batch` makes these tokens of.

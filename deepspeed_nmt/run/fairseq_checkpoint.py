@@ -16,12 +16,9 @@ from torch import Tensor
 
 from deepspeed_nmt.errors import ConfigError
 
-if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-    from numpy._core import multiarray
-else:
-    from numpy.core import multiarray
 
-_RECONSTRUCT, _SCALAR = (getattr(multiarray, name) for name in ("_reconstruct", "scalar"))
+_RECONSTRUCT, _SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
+"""Functions that numpy's pickles call."""
 ALLOWED: tuple[Any, ...] = (
     argparse.Namespace,
     *(np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType, np.dtypes.Int64DType),
