@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deepspeed_nmt.errors import ConfigError
 
-
 _RECONSTRUCT, _SCALAR = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
 """Functions that numpy's pickles call."""
 ALLOWED: tuple[Any, ...] = (

@@ -23,8 +23,8 @@ from deepspeed_nmt.run.imported import check_new, write_run
 from deepspeed_nmt.text import TextForm
 
 _INDEX = re.compile(r"\w+\.([^.-]+)-([^.-]+)\.([^.-]+)\.idx")
-SEARCH = {"name": "beam", "beam": 5, "length_penalty": "power:1", "max_length_ratio": 0.0, "max_length_extra": 200}
-"""Defaults of `fairseq-generate`."""
+SEARCH = {"name": "beam", "beam": 5, "length_penalty": "power:1", "max_length_ratio": 0.0, "max_length_extra": 201}
+"""Defaults of `fairseq-generate`, which does not count EOS."""
 
 
 @dataclass(frozen=True)
