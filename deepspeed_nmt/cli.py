@@ -32,11 +32,8 @@ from deepspeed_nmt.interruption import Interrupted, interruptible
 from deepspeed_nmt.parallel.launched import place
 
 COMMANDS = (
-    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "export", "import", "plan"),
-    "choose-best",
-    "report",
-    "selftest",
-    "doctor",
+    *("sample-data", "prepare", "train", "translate", "score", "score-pairs", "average", "choose-best", "export"),
+    *("import", "import-fairseq", "plan", "report", "selftest", "doctor"),
 )
 """Names of the commands.
 

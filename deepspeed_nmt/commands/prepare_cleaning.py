@@ -19,7 +19,7 @@ UNICODE_NAMES = ("drop_control", "drop_zero_width", "drop_bidi", "nfc")
 _SIDE_SHOWN = 50
 
 
-def add_cleaning_options(parser: argparse.ArgumentParser) -> None:
+def add_cleaning_options(parser: argparse._ActionsContainer) -> None:
     """Declare the options of cleaning."""
     parser.add_argument(
         "--max-length", type=int, default=250, metavar="N", help="longest sentence, in tokens (default: %(default)s)"

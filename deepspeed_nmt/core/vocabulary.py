@@ -19,7 +19,7 @@ class Vocabulary:
     Attributes:
         size: number of tokens, V.
         pad: padding token, which has the same number on both sides.
-        bos: first token that a decoder reads.
+        bos: first token that a decoder reads; that of fairseq's models is EOS.
         eos: end-of-sentence token.
         unk: token that replaces text missing from the vocabulary.
         mask: token that replaces tokens to be guessed; None if the vocabulary has none.
@@ -50,6 +50,11 @@ class Vocabulary:
             unk=special["unk"],
             mask=special["mask"],
         )
+
+    @property
+    def unpredicted(self) -> tuple[int, ...]:
+        """Special tokens that a search never predicts: padding, and BOS unless it is EOS."""
+        return (self.pad,) if self.bos == self.eos else (self.pad, self.bos)
 
     @property
     def source(self) -> Vocabulary:

@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError
 from deepspeed_nmt.core.vocabulary import SIDES
 from deepspeed_nmt.data.bert_tokenizer import BertTokenizer, side_file
 from deepspeed_nmt.data.corpus import Corpus, SplitStats
+from deepspeed_nmt.data.fairseq_tokenizer import DICTIONARY_FILES, FairseqTokenizer
+from deepspeed_nmt.data.fairseq_tokenizer import KIND as FAIRSEQ
 from deepspeed_nmt.data.marian_tokenizer import KIND, MODEL_FILES, NUMBERS_FILES, MarianTokenizer
 from deepspeed_nmt.data.round_trip import RoundTrip
 from deepspeed_nmt.data.segmentation import split_name
@@ -25,7 +27,7 @@ from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 META_FILE = "meta.json"
 VOCABULARY_FILES = (
     *(INFO_FILE, MODEL_FILE, *SIDE_MODEL_FILES.values(), *map(side_file, SIDES)),
-    *(*MODEL_FILES.values(), *NUMBERS_FILES.values()),
+    *(*MODEL_FILES.values(), *NUMBERS_FILES.values(), *DICTIONARY_FILES.values()),
 )
 """Names of the files that a vocabulary of any kind may have."""
 FORMAT: Literal[1] = 1
@@ -97,6 +99,8 @@ def open_tokenizer(path: Path) -> Tokenizer:
         return BertTokenizer.read(path, info)
     if isinstance(info, dict) and info.get("kind") == KIND:
         return MarianTokenizer.read(path, info)
+    if isinstance(info, dict) and info.get("kind") == FAIRSEQ:
+        return FairseqTokenizer.read(path)
     return SentencePieceTokenizer.read(path)
 
 

@@ -202,7 +202,7 @@ class CTranslate2Search:
         self, sources: Sequence[Sequence[int]], beam: int, exponent: float, longest: int, suppress: bool
     ) -> list[Any]:
         """Run CTranslate2's search; of the finished hypotheses it returns the best K by its own penalty."""
-        special = (self._vocabulary.pad, self._vocabulary.bos)
+        special = self._vocabulary.unpredicted
         results: list[Any] = self._model.translate_batch(
             [[self._source_pieces[token] for token in source] for source in sources],
             beam_size=beam,
@@ -221,7 +221,7 @@ class CTranslate2Search:
         return Found(tokens, log_prob, log_prob / penalty(len(tokens) + 1))
 
     def _has_special(self, hypotheses: Sequence[Found]) -> bool:
-        special = {self._vocabulary.pad, self._vocabulary.bos}
+        special = set(self._vocabulary.unpredicted)
         return any(not special.isdisjoint(each.tokens) for each in hypotheses)
 
     def _until(self, source: Sequence[int], settings: BeamSettings, limit: int) -> list[Found]:

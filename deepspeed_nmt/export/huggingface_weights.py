@@ -101,7 +101,7 @@ def write_huggingface(directory: Path, model: PlainTransformer, vocabulary: Voca
     }
     generation = {
         **_special(vocabulary),
-        "suppress_tokens": [vocabulary.pad, vocabulary.bos],
+        "suppress_tokens": list(vocabulary.unpredicted),
         "forced_eos_token_id": None,
         "early_stopping": True,
         "num_beams": 5,

@@ -70,7 +70,9 @@ class TransformerShape(ModelConfig):
     )
     activation: Activation = Field(default="relu", description="activation of the feed-forward networks")
     positions: PositionName = Field(
-        default="tensor2tensor", description="wavelengths of the sinusoidal positions; marian: those of Marian NMT"
+        default="tensor2tensor",
+        description="wavelengths of the sinusoidal positions; marian: those of Marian NMT; "
+        "fairseq: positions begin at 2",
     )
     output_bias: bool = Field(default=False, description="bias of the projection to the vocabulary")
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0, description="dropout of embeddings and sub-layer outputs")

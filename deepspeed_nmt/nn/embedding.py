@@ -51,11 +51,20 @@ def marian_sinusoids(length: int, dim: int, device: torch.device | None = None) 
     return torch.cat([angles[:, 0::2].sin(), angles[:, 1::2].cos()], dim=1).float().to(device)
 
 
-PositionName = Literal["tensor2tensor", "marian"]
+def fairseq_sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
+    """Compute the positions of fairseq, which are :func:`sinusoids` that begin at 2, above the number of padding.
+
+    Shape: -> (length, dim), fp32
+    """
+    return sinusoids(length + 2, dim, device)[2:]
+
+
+PositionName = Literal["tensor2tensor", "marian", "fairseq"]
 """Name of the wavelengths of sinusoidal positions."""
 POSITIONS: Mapping[PositionName, Callable[[int, int, torch.device | None], Tensor]] = {
     "tensor2tensor": sinusoids,
     "marian": marian_sinusoids,
+    "fairseq": fairseq_sinusoids,
 }
 """Functions that compute sinusoidal positions, by name."""
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,14 @@ from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.config import RunConfig, validate
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.data.marian_tokenizer import MarianTokenizer
-from deepspeed_nmt.engine.base import EngineScalars, ParameterState
+from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.export.huggingface_weights import own_names, shared_embeddings
-from deepspeed_nmt.files import atomic_write_text, check_utf8_name
 from deepspeed_nmt.huggingface import MarianFiles, load_marian
-from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.methods import MODELS
 from deepspeed_nmt.nn.embedding import POSITIONS
-from deepspeed_nmt.run.directory import ENVIRONMENT_FILE
-from deepspeed_nmt.run.environment import environment
-from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, DATA_FILE, DataRecord, replace_files
+from deepspeed_nmt.run.imported import check_new, write_run
 from deepspeed_nmt.text import TextForm
-from deepspeed_nmt.train.checkpoint import RunRecord
-from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.store import CheckpointStore
 
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 """Activations by their names there."""
@@ -52,35 +42,13 @@ def import_marian(name: str, out: Path) -> RunConfig:
         ConfigError: if the directory is not new, or the model has what this program has not.
         OSError: if a file cannot be written; then nothing is left in the directory.
     """
-    check_utf8_name(out, "--run")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--run must be a new directory, but {out} has files; give another path")
+    check_new(out)
     files = load_marian(name, "--from")
     config = validate({"model": _model_settings(files, name), "search": _search_settings(files)})
     tokenizer = _tokenizer(files, name)
     model = build_meta_model(config, tokenizer.vocabulary)
     states = list(_states(model, files, name))
-    vocabulary = tokenizer.files()
-    records = {file: FileRecord.of(content) for file, content in vocabulary.items()}
-    data = DataRecord(path=name, fingerprint=tokenizer.digest, text=TextForm("raw"))
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        contents = {CONFIG_FILE: config.to_yaml().encode(), DATA_FILE: data.content(), **vocabulary}
-        replace_files(out, contents)
-        atomic_write_text(out / ENVIRONMENT_FILE, json.dumps(environment(), indent=1))
-        record = RunRecord(
-            config=config.model_dump(mode="json"),
-            data=data.path,
-            fingerprint=data.fingerprint,
-            text=data.text,
-            vocabulary=records,
-        )
-        store = CheckpointStore(out / CHECKPOINTS, record=record)
-        store.save(Progress(best_score=0.0, best_by="import"), EngineScalars(), states)
-    except BaseException:
-        with suppress(OSError):
-            shutil.rmtree(out)
-        raise
+    write_run(out, config, tokenizer, states, name, TextForm("raw"))
     return config
 
 

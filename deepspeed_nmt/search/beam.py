@@ -91,7 +91,7 @@ class BeamSearch:
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
-        never = {vocabulary.pad, vocabulary.bos, *(() if model.mask is None else (model.mask,))}
+        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
         self._never = sorted(never)
         self._steps = steps
         self._static: StaticBeamSearch | None = None

@@ -232,7 +232,7 @@ class ConstrainedBeam:
         wanted_totals = total_RV.gather(1, wanted_RN.to(total_RV.device)).tolist()
         ends = total_RV[:, eos].tolist()
         unmet = [progress.tokens(sentence.phrases) < sentence.tokens for sentence, progress in states]
-        for token in (self.vocabulary.pad, self.vocabulary.bos, self.model.mask):
+        for token in (*self.vocabulary.unpredicted, self.model.mask):
             if token is not None:
                 total_RV[:, token] = -torch.inf
         total_RV[:, eos].masked_fill_(torch.tensor(unmet, device=total_RV.device), -torch.inf)

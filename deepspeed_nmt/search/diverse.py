@@ -153,7 +153,7 @@ class DiverseBeam:
         eos, rows = self.vocabulary.eos, logits_RV.shape[0]
         log_p_RV = torch.log_softmax(logits_RV, dim=1)
         end_R1 = log_p_RV[:, eos : eos + 1].clone()
-        for token in (self.vocabulary.pad, self.vocabulary.bos, self.model.mask):
+        for token in (*self.vocabulary.unpredicted, self.model.mask):
             if token is not None:
                 log_p_RV[:, token] = -torch.inf
         if rules is not None:

@@ -170,7 +170,7 @@ class Sampling:
 
     def _forbid(self, logits_RV: Tensor, tokens_RT: Tensor, rules: TokenRules | None, numbers: Sequence[int]) -> None:
         """Set the logits of tokens that are never drawn to -inf."""
-        never = [self.vocabulary.pad, self.vocabulary.bos]
+        never = self.vocabulary.unpredicted
         for token in never if self.model.mask is None else [*never, self.model.mask]:
             logits_RV[:, token] = -torch.inf
         if rules is not None:

@@ -83,7 +83,7 @@ class StaticStep:
         self._vocabulary = vocabulary
         self._ancestry, self._cache = ancestry, cache
         self._rules = StaticRules(config, vocabulary, device)
-        never = {vocabulary.pad, vocabulary.bos, *(() if model.mask is None else (model.mask,))}
+        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
         self._never = torch.tensor(sorted(never), device=device)
         self._memory: Memory | None = None
         nothing = torch.empty(0, device=device)

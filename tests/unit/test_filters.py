@@ -200,7 +200,7 @@ def test_presets_values_and_order() -> None:
     [
         ("htlm", "--filters must name known filters, but has 'htlm'; did you mean 'html'?"),
         ("wbe", "did you mean 'web'?"),
-        ("web=1", "--filters must name known filters, but has 'web'"),
+        ("web=1", "web is a preset of --filters and has no value; give web, and NAME=VALUE for a filter"),
         ("web,-script", "must leave out a filter that it has named before, but has '-script'"),
         ("digits=x", "the filter digits must be a number, but is 'x'"),
         ("digits=", "the filter digits must be a number, but is ''"),

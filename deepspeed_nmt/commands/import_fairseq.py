@@ -1,0 +1,143 @@
+"""Import a model of fairseq as a run, and fairseq's binarised text as a data directory.
+
+    deepspeed-nmt import-fairseq --from checkpoint_best.pt --data-bin DATA-BIN --run RUN
+    deepspeed-nmt import-fairseq --data-bin DATA-BIN --out DATA
+
+DATA-BIN is what fairseq-preprocess made; a model needs its dictionaries only. With the run, `translate`, `export` and
+`train --init-from` work as with any other. Its text is segmented as that of the model was, or raw text with
+--sentencepiece. Both commands give the same vocabulary; they can be given as one. A checkpoint is read without
+running code that it may contain.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepspeed_nmt.commands.prepare_cleaning import add_cleaning_options
+
+if TYPE_CHECKING:
+    from deepspeed_nmt.data.fairseq_tokenizer import FairseqTokenizer
+    from deepspeed_nmt.run.importing_fairseq import Languages
+    from deepspeed_nmt.text import TextForm
+
+HELP = "import a model, dictionaries and binarised text of fairseq"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--from", dest="origin", type=Path, metavar="F", help="checkpoint that fairseq-train wrote; needs --run"
+    )
+    parser.add_argument(
+        "--data-bin", type=Path, required=True, metavar="DIR",
+        help="directory with the dictionaries (dict.LANG.txt), and with the binarised text for --out",
+    )  # fmt: skip
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory to make of the checkpoint")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="data directory to make of the binarised text")
+    for side in ("source", "target"):
+        parser.add_argument(
+            f"--{side}-lang", metavar="L",
+            help=f"language of the {side}, as in dict.L.txt (default: that of the checkpoint, or of the text)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--sentencepiece", nargs="+", type=Path, default=[], metavar="F",
+        help="SentencePiece model that segmented the text, or two for source and target; then text is raw",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", choices=("raw", "moses", "tokenised"),
+        help="form of the text whose segments these are, as for `prepare` (default: tokenised; raw with "
+        "--sentencepiece)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="with --out: number of processes (default: all cores)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="with --out: replace another data directory")
+    add_cleaning_options(parser.add_argument_group("cleaning of training pairs, with --out"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Import the model, the text or both, and print what they are.
+
+    Raises:
+        UserError: if something cannot be imported.
+    """
+    from deepspeed_nmt.console import output
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.run.fairseq_checkpoint import read_checkpoint
+    from deepspeed_nmt.run.importing_fairseq import find_languages, import_model, open_dictionaries
+
+    if (arguments.origin is None) != (arguments.run is None):
+        raise ConfigError("--from and --run belong together, but one of them is missing; give both, or neither")
+    if arguments.run is None and arguments.out is None:
+        raise ConfigError("--run or --out is required, but missing; give --from and --run, or --out, or all of them")
+    checkpoint = None if arguments.origin is None else read_checkpoint(arguments.origin)
+    given = arguments.source_lang, arguments.target_lang
+    languages = find_languages(arguments.data_bin, *given, None if checkpoint is None else checkpoint.options)
+    tokenizer = open_dictionaries(arguments.data_bin, languages, arguments.sentencepiece)
+    text = _text_form(arguments, languages)
+    if checkpoint is not None:
+        config = import_model(arguments.origin, checkpoint, tokenizer, arguments.run, text)
+        model = config.model.model_dump()
+        keys = ("encoder_layers", "decoder_layers", "dim", "ffn_dim", "heads", "norm", "share_embeddings")
+        output(f"{arguments.run}: {', '.join(f'{key}={model[key]}' for key in keys)}")
+    if arguments.out is not None:
+        output(_import_text(arguments, languages, tokenizer, text))
+    return 0
+
+
+def _text_form(arguments: argparse.Namespace, languages: Languages) -> TextForm:
+    """Return the form of the text. Names of languages that are no language codes are not recorded.
+
+    Raises:
+        ConfigError: if Moses' rules have no language.
+    """
+    from deepspeed_nmt.errors import ConfigError
+    from deepspeed_nmt.text import Form, TextForm, check_language
+
+    codes: list[str | None] = []
+    for language in (languages.source, languages.target):
+        try:
+            codes.append(check_language(language))
+        except ValueError:
+            codes.append(None)
+    form: Form = arguments.text or ("raw" if arguments.sentencepiece else "tokenised")
+    if form == "moses" and codes[1] is None:
+        raise ConfigError(
+            f"--text moses needs the language code of the target, but {languages.target} is none; leave it out"
+        )
+    return TextForm(form, codes[0], codes[1])
+
+
+def _import_text(
+    arguments: argparse.Namespace, languages: Languages, tokenizer: FairseqTokenizer, text: TextForm
+) -> str:
+    """Make the data directory, and return a report of it.
+
+    Raises:
+        ConfigError: if an option is out of range.
+        DataError: if the text cannot be used.
+    """
+    from deepspeed_nmt.commands.prepare import read_options, report
+    from deepspeed_nmt.data.prepare import prepare
+    from deepspeed_nmt.run.importing_fairseq import staging, write_text
+
+    with staging(arguments.out) as name:
+        written = write_text(arguments.data_bin, languages, tokenizer, Path(name))
+        vocabulary = Path(name) / "vocabulary"
+        vocabulary.mkdir()
+        tokenizer.save(vocabulary)
+        given = {
+            **vars(arguments),
+            **written,
+            "vocab_from": vocabulary,
+            "segmented": tokenizer.segmented,
+            "text": text.form,
+            "source_lang": text.source_lang,
+            "target_lang": text.target_lang,
+            "sentencepiece": (),
+            "tsv_columns": None,
+        }
+        options = read_options(argparse.Namespace(**given))
+        return report(prepare(options), options.cleaning, options.out)
