@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +13,10 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
 from deepspeed_nmt.data.fairseq_dictionary import EOS, PAD, SPECIAL, UNK, content_of, has_pieces, symbols_of
+from deepspeed_nmt.data.listed_pieces import ListedPieces
 from deepspeed_nmt.data.marian_tokenizer import MODEL_FILES
 from deepspeed_nmt.data.sentencepiece_model import joined
-from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT, Tokenizer
+from deepspeed_nmt.data.tokenizer import INFO_FILE, SPACE, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 
 KIND = "fairseq"
@@ -26,7 +26,7 @@ _MOST_FOREIGN = 0.1
 DICTIONARY_FILES: Mapping[Side, str] = {"source": "vocabulary.source.txt", "target": "vocabulary.target.txt"}
 
 
-class FairseqTokenizer(Tokenizer):
+class FairseqTokenizer(ListedPieces):
     """The tokenizer of a model of fairseq.
 
     Text consists of the dictionary's symbols, separated by spaces: words with ``@@ `` marks, or pieces of
@@ -43,18 +43,18 @@ class FairseqTokenizer(Tokenizer):
     def __init__(
         self, symbols: tuple[Sequence[str], Sequence[str]], models: tuple[bytes, bytes] | None = None
     ) -> None:
-        self._symbols: dict[Side, list[str]] = dict(zip(SIDES, map(list, symbols), strict=True))
+        self._pieces: dict[Side, list[str]] = dict(zip(SIDES, map(list, symbols), strict=True))
         self._numbers: dict[Side, dict[str, int]] = {
-            side: {symbol: number for number, symbol in enumerate(each)} for side, each in self._symbols.items()
+            side: {symbol: number for number, symbol in enumerate(each)} for side, each in self._pieces.items()
         }
         self._words = {side: dict(list(numbers.items())[len(SPECIAL) :]) for side, numbers in self._numbers.items()}
-        self._shared = self._symbols["source"] == self._symbols["target"]
-        self._pieces = has_pieces(self._symbols["target"])
+        self._shared = self._pieces["source"] == self._pieces["target"]
+        self._is_sentencepiece = has_pieces(self._pieces["target"])
         self._models, self._processors = models, dict[Side, Any]()
         self.segmented = models is None
         for side, model in zip(SIDES, models or (), strict=False):
             self._processors[side] = self._processor(model, side)
-        source, target = (Vocabulary(len(self._symbols[side]), pad=PAD, bos=EOS, eos=EOS, unk=UNK) for side in SIDES)
+        source, target = (Vocabulary(len(self._pieces[side]), pad=PAD, bos=EOS, eos=EOS, unk=UNK) for side in SIDES)
         self.vocabulary = target if self._shared else replace(target, own_source=source)
 
     def _processor(self, model: bytes, side: Side) -> Any:
@@ -100,20 +100,12 @@ class FairseqTokenizer(Tokenizer):
     @override
     def files(self) -> dict[str, bytes]:
         sides = SIDES[: 1 if self._shared else 2]
-        found = {DICTIONARY_FILES[side]: content_of(self._symbols[side]) for side in sides}
+        found = {DICTIONARY_FILES[side]: content_of(self._pieces[side]) for side in sides}
         if self._models is not None:
             models = dict(zip(SIDES, self._models, strict=True))
             found |= {MODEL_FILES[side]: models[side] for side in SIDES[: 1 if len(set(self._models)) == 1 else 2]}
         info = {"kind": KIND, "segmented": self.segmented, "size": self.size}
         return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
-
-    @property
-    @override
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files().items()):
-            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
-        return digest.hexdigest()
 
     @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
@@ -126,7 +118,7 @@ class FairseqTokenizer(Tokenizer):
 
     @override
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
-        symbols = self._symbols[side]
+        symbols = self._pieces[side]
         pieces = [UNKNOWN_TEXT if token == UNK else symbols[token] for token in map(int, tokens) if token >= UNK]
         processor = self._processors.get(side)
         if processor is None or any(processor.is_unknown(processor.piece_to_id(piece)) for piece in pieces):
@@ -141,29 +133,13 @@ class FairseqTokenizer(Tokenizer):
         """
         if self._processors:
             return self.decode(tokens, side)
-        return " ".join([self._symbols[side][token] for token in tokens])
+        return " ".join([self._pieces[side][token] for token in tokens])
 
     def _join(self, pieces: Sequence[str]) -> str:
         """Join the pieces of segmented text to words."""
-        if self._pieces:
+        if self._is_sentencepiece:
             return "".join(pieces).replace(SPACE, " ").strip()
         return joined(" ".join(pieces))
-
-    @override
-    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        return [self._symbols[side][int(token)] for token in tokens]
-
-    @override
-    def number(self, piece: str, side: Side = "target") -> int | None:
-        return self._numbers[side].get(piece)
-
-    @override
-    def all_pieces(self, side: Side) -> list[str]:
-        return list(self._symbols[side])
-
-    @override
-    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
-        return self._models
 
     @override
     def reference(self, text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,8 @@ import sentencepiece
 from typing_extensions import override
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT, Tokenizer
+from deepspeed_nmt.data.listed_pieces import ListedPieces
+from deepspeed_nmt.data.tokenizer import INFO_FILE, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json
 
@@ -26,7 +26,7 @@ _LANGUAGE = re.compile(r">>[^<\s]+<<")
 """Token at the beginning of a source line that names the language to translate to."""
 
 
-class MarianTokenizer(Tokenizer):
+class MarianTokenizer(ListedPieces):
     """The tokenizer of a MarianMT model.
 
     Args:
@@ -45,6 +45,7 @@ class MarianTokenizer(Tokenizer):
         special: dict[str, int],
     ) -> None:
         self._models, self._special = models, special
+        self._model_files = dict(zip(MODEL_FILES.values(), models, strict=True))
         self._numbers: dict[Side, dict[str, int]] = dict(zip(SIDES, map(dict, numbers), strict=True))
         self._pieces: dict[Side, list[str]] = {}
         self._processors: dict[Side, Any] = {}
@@ -98,19 +99,11 @@ class MarianTokenizer(Tokenizer):
 
     @override
     def files(self) -> dict[str, bytes]:
-        found = dict(zip(MODEL_FILES.values(), self._models, strict=True))
+        found = dict(self._model_files)
         for side in SIDES[: 1 if self._shared else 2]:
             found[NUMBERS_FILES[side]] = json.dumps(self._numbers[side], ensure_ascii=False, indent=0).encode()
         info = {"kind": KIND, "special": self._special, "size": self.size}
         return {**found, INFO_FILE: (json.dumps(info, indent=2) + "\n").encode()}
-
-    @property
-    @override
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files().items()):
-            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
-        return digest.hexdigest()
 
     @override
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
@@ -130,22 +123,6 @@ class MarianTokenizer(Tokenizer):
         pieces = [UNKNOWN_TEXT if each == self.vocabulary.unk else self._pieces[side][each] for each in numbers]
         text: str = self._processors[side].decode_pieces(pieces)
         return text
-
-    @override
-    def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:
-        return [self._pieces[side][int(token)] for token in tokens]
-
-    @override
-    def number(self, piece: str, side: Side = "target") -> int | None:
-        return self._numbers[side].get(piece)
-
-    @override
-    def all_pieces(self, side: Side) -> list[str]:
-        return list(self._pieces[side])
-
-    @override
-    def sentencepiece_models(self) -> tuple[bytes, bytes] | None:
-        return self._models
 
     @override
     def reference(self, text: str) -> str:
