@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ Library = Literal["blas", "onednn"]
 
 _FASTER = 1.25
 """oneDNN must be so many times as fast in the trial: two trials on one machine then choose alike."""
-_TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 256, 256), 5
+_TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 256, 256), 10
 
 
 def linear(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -63,8 +63,7 @@ def library() -> Library:
     with torch.inference_mode():
         rows, width, inner = _TRIAL_SHAPE
         x, weight = torch.ones(rows, inner), torch.ones(width, inner)
-        blas = _seconds(lambda: F.linear(x, weight))
-        onednn = _seconds(lambda: _product(x, weight))
+        blas, onednn = _seconds([lambda: F.linear(x, weight), lambda: _product(x, weight)])
     return "onednn" if onednn * _FASTER < blas else "blas"
 
 
@@ -84,15 +83,20 @@ def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tens
     return found
 
 
-def _seconds(multiply: Callable[[], object]) -> float:
-    """Return the least time of a few calls in seconds."""
-    multiply()
-    found = []
-    for _ in range(_TRIAL_ROUNDS):
-        started = time.perf_counter()
-        multiply()
-        found.append(time.perf_counter() - started)
-    return min(found)
+def _seconds(products: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the least processor time of each of some products, in seconds.
+
+    They take turns, and time in which other processes had the processor does not count: a process that starts again
+    on a busy machine must choose alike, or it would round otherwise.
+    """
+    found: list[list[float]] = [[] for _ in products]
+    for number in range(_TRIAL_ROUNDS + 1):
+        for multiply, seconds in zip(products, found, strict=True):
+            started = time.process_time()
+            multiply()
+            if number:  # the first one prepares the library
+                seconds.append(time.process_time() - started)
+    return [min(seconds) for seconds in found]
 
 
 class _Linear(torch.autograd.Function):
