@@ -53,6 +53,10 @@ def check(arguments: argparse.Namespace) -> None:
         problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
     if not 0.0 < arguments.write_speed < math.inf:
         problems.append(f"--write-speed must be a positive number of MB/s, but is {arguments.write_speed}")
+    if arguments.gpu is None and arguments.point is None and (unused := _set_for_a_gpu(arguments)):
+        problems.append(
+            f"{' and '.join(unused)} must go with a GPU, but --gpu is missing; give it, or leave them out"
+        )
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
     if arguments.point is not None and (unused := _set_for_a_plan(arguments)):
@@ -70,6 +74,12 @@ def _set_for_a_plan(arguments: argparse.Namespace) -> list[str]:
     defaults |= {"write_speed": _WRITE_SPEED, "json": False}
     given = vars(arguments)
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if given[name] != default]
+
+
+def _set_for_a_gpu(arguments: argparse.Namespace) -> list[str]:
+    """Return the options given that change nothing without a GPU; layouts of data depend on the number of GPUs."""
+    given = {"--num-gpus": arguments.num_gpus != _NUM_GPUS and arguments.data is None, "--mfu": arguments.mfu != _MFU}
+    return [name for name, is_given in given.items() if is_given]
 
 
 def _is_size(text: str) -> bool:

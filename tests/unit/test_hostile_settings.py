@@ -149,6 +149,7 @@ def test_of_many_problems_the_first_are_listed() -> None:
         (["plan", "--recipe", LONG], "--recipe must name a known recipe"),
         ([*PLAN, "--vocab-size", str(10**12)], "--vocab-size must be from 4 to 10,000,000, or two such numbers"),
         ([*PLAN, "--vocab-size", "9" * 5000], "--vocab-size must be from 4 to 10,000,000"),
+        ([*PLAN, "--num-gpus", "8", "--mfu", "0.5"], "--num-gpus and --mfu must go with --gpu, which is missing"),
         ([*PLAN, "--num-gpus", str(10**400)], "--num-gpus must be from 1 to 1,000,000, but is 1000"),
         ([*PREPARE, "--seed", "-1"], "--seed must be greater than or equal to 0, but is -1"),
         ([*PREPARE, "--vocab-size", str(10**12)], "--vocab-size must be less than or equal to 10000000, but is 1000"),
