@@ -53,7 +53,7 @@ def check(arguments: argparse.Namespace) -> None:
         problems.append(f"--mfu must be above 0 and at most 1, but is {arguments.mfu}")
     if not 0.0 < arguments.write_speed < math.inf:
         problems.append(f"--write-speed must be a positive number of MB/s, but is {arguments.write_speed}")
-    if arguments.gpu is None and arguments.point is None and (unused := _set_for_a_gpu(arguments)):
+    if not problems and arguments.gpu is None and arguments.point is None and (unused := _set_for_a_gpu(arguments)):
         problems.append(
             f"{' and '.join(unused)} must go with a GPU, but --gpu is missing; give it, or leave them out"
         )
