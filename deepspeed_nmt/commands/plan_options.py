@@ -54,9 +54,7 @@ def check(arguments: argparse.Namespace) -> None:
     if not 0.0 < arguments.write_speed < math.inf:
         problems.append(f"--write-speed must be a positive number of MB/s, but is {arguments.write_speed}")
     if not problems and arguments.gpu is None and arguments.point is None and (unused := _set_for_a_gpu(arguments)):
-        problems.append(
-            f"{' and '.join(unused)} must go with a GPU, but --gpu is missing; give it, or leave them out"
-        )
+        problems.append(f"{' and '.join(unused)} must go with --gpu, which is missing; give it too")
     if arguments.point is not None and arguments.sweep is None:
         problems.append("--point is the number of a point of --sweep, which is missing; give both")
     if arguments.point is not None and (unused := _set_for_a_plan(arguments)):
