@@ -80,7 +80,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         self._answered = time.monotonic()
         self._ended = threading.Event()
-        self._failing = False
+        self._failing = self._lost = False
         self._store: Any = None
 
     def at(self, what: str, slow: bool = False) -> None:
@@ -137,7 +137,9 @@ class Watchdog:
     def _failed(self, error: Exception) -> None:
         """Publish the error of the main thread as the verdict, unless it is a lost connection to another rank."""
         if _lost_connection(error):
-            # The rank that caused it sends no heartbeat, or publishes its own error now.
+            # The rank that caused it sends no heartbeat, publishes its own error now, or is stuck while this one has
+            # waited in a collective to its time limit.
+            self._lost = True
             self._ended.wait(self._silent_s + 3 * self._interval_s)
             return
         self._failing = True  # the main thread reports its error and ends the process
@@ -189,7 +191,8 @@ class Watchdog:
         what, step, since, limit_s = self._at
         left_s = limit_s - (time.monotonic() - since)
         heartbeat = {"beat": beat, "step": step, "at": what, "left": left_s, "host": socket.gethostname()}
-        heartbeat["waits"], heartbeat["line"] = _main_thread()
+        waits, heartbeat["line"] = _main_thread()
+        heartbeat["waits"] = waits or self._lost
         self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(heartbeat))
 
     def _verdict(self) -> str:
