@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             or plotly is not installed.
     """
     from deepspeed_nmt.console import logger, output
+    from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.evaluate.page.document import check_drawing, render
     from deepspeed_nmt.files import atomic_write_bytes
     from deepspeed_nmt.run.page import RunPage
@@ -46,7 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     found = RunPage(arguments.run, arguments.recipe)
     content = found.content
     page = render(content, found.log, found.events, found.texts)
-    atomic_write_bytes(arguments.out, page)
+    try:
+        atomic_write_bytes(arguments.out, page)
+    except OSError as error:
+        raise ConfigError(
+            f"--out must be writable, but {arguments.out} could not be written ({error.strerror or error}); choose "
+            "another place"
+        ) from error
     output(f"{content.name}: {content.status.state}, {content.status.sentence}")
     logger.info("page: %s (%.1f MB)", arguments.out, len(page) / 1e6)
     return 0

@@ -90,8 +90,10 @@ class BinarisedText:
             sizes = np.asarray(self._sizes[start : start + _LINES], dtype=np.int64)
             begins, rests = np.divmod(np.asarray(self._places[start : start + _LINES]), width)
             ends = begins + sizes
-            if (sizes < 0).any() or (begins < 0).any() or rests.any() or (ends > len(self._tokens)).any():
-                raise _damaged(self.path, f"lines after line {start:,} are outside of the file")
+            wrong = np.flatnonzero((sizes < 0) | (begins < 0) | (rests != 0) | (ends > len(self._tokens)))
+            if len(wrong):
+                data = self.path.with_name(f"{self.path.name}.bin")
+                raise _damaged(data, f"line {start + int(wrong[0]) + 1:,} is outside of the file")
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 row: list[int] = self._tokens[begin:end].tolist()
                 if row and row[-1] == EOS:

@@ -75,7 +75,10 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
         try:
             data = recorded_data(run.path).main
         except DataError as error:
-            raise DataError(f"{error} (or give the text to compare translations of by --source)") from error
+            raise DataError(
+                f"the data of {run.path} must be there, because translations of it are compared, but is not; "
+                "give another text by --source"
+            ) from error
         pairs, parts = [], []
         for split in ("test", "valid"):
             with suppress(DataError):

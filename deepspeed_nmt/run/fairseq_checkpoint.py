@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,10 +89,13 @@ def _load(path: Path) -> Any:
         ConfigError: if it cannot be read, or holds other objects than those that are allowed.
     """
     try:
-        with torch.serialization.safe_globals(list(ALLOWED)):
+        with torch.serialization.safe_globals(list(ALLOWED)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the pickle's version, before the error that follows
             # A checkpoint also has the optimizer's state, which need not be in memory.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
+        if error.errno == errno.EINVAL:  # its end is missing, so that it cannot be mapped
+            raise _unreadable(path, "it is cut off") from error
         raise ConfigError(
             f"--from must be a checkpoint of fairseq, but {path} cannot be read ({error.strerror or error}); check "
             "the path"
@@ -105,11 +110,14 @@ def _load(path: Path) -> Any:
             f"because that could run code of the file; {remedy}"
         ) from error
     except Exception as error:  # a damaged file can raise any error
-        raise _unreadable(path, " ".join(str(error).split())[:200] or type(error).__name__) from error
+        raise _unreadable(path, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _unreadable(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"--from must be a checkpoint of fairseq, but {path} is none, or damaged: {why}; restore it")
+    return ConfigError(
+        f"--from must be a checkpoint of fairseq, but {path} is none, or damaged ({why}); check the path, or "
+        "restore the file"
+    )
 
 
 def _plain(section: Any) -> dict[str, Any] | None:

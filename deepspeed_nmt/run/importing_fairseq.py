@@ -61,6 +61,11 @@ def find_languages(
     pairs = [pair for pair in found if source in (None, pair[0]) and target in (None, pair[1])]
     if len(pairs) != 1:
         what = f"has {len(pairs)} pairs of languages" if pairs else "has no binarised text that names them"
+        dictionaries = [file for file in _names(directory) if file.startswith("dict.") and file.endswith(".txt")]
+        if len(dictionaries) < 2:
+            what += (
+                f", and of dictionaries only {dictionaries[0]}" if dictionaries else ", and no dictionaries either"
+            )
         raise ConfigError(
             f"--source-lang and --target-lang must be given, because --data-bin {directory} {what}; give the "
             "names in its dict.LANG.txt"

@@ -28,7 +28,7 @@ from deepspeed_nmt.evaluate.page.log import RunLog
 from deepspeed_nmt.evaluate.page.texts import TextSet, read_texts
 from deepspeed_nmt.evaluate.table import cell
 from deepspeed_nmt.files import resolved
-from deepspeed_nmt.manifest import read_record
+from deepspeed_nmt.manifest import DamagedRecordError, read_record
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS
 from deepspeed_nmt.run.manifest import DataRecord
@@ -156,7 +156,7 @@ class RunPage:
             return {}
         found = {}
         for path in dict.fromkeys([record.path, *(each.path for each in record.corpora)]):
-            with suppress(OSError, ValueError, ValidationError, UserError):
+            with suppress(OSError, ValueError, ValidationError, UserError, DamagedRecordError):
                 found[path] = Meta.model_validate_json(read_record(Path(path) / META_FILE)[0])
         return found
 

@@ -247,6 +247,12 @@ def test_a_warm_start_trains_the_imported_weights(tmp_path: Path) -> None:
         assert (parameter - parameters[name]).abs().max() < 1e-6, name
 
 
+def test_a_page_of_an_imported_model_shows_its_settings(runs: dict[str, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", "run", str(runs["post"]), "--out", str(page)]) == 0
+    assert "length_penalty" in page.read_text(encoding="utf-8")
+
+
 def test_an_imported_model_is_exported(runs: dict[str, Path], tmp_path: Path) -> None:
     """EOS is the first token of the decoder there, too."""
     pytest.importorskip("ctranslate2")

@@ -166,7 +166,7 @@ def test_all_types_of_tokens_are_read(code: int, dtype: Any, tmp_path: Path) -> 
         ("idx", lambda content: content[:9] + b"\x02" + content[10:], "it has version 2"),
         ("idx", lambda content: content[:17] + b"\x07" + content[18:], "and type 7"),
         ("bin", lambda content: content[:-1], "no multiple of its tokens"),
-        ("bin", lambda content: content[:-4], "are outside of the file"),
+        ("bin", lambda content: content[:-4], "is outside of the file"),
         ("bin", lambda content: b"\xff\x00" + content[2:], "must have numbers below 9,"),
         ("bin", lambda content: b"\xff" * 4 + content[4:], "must have numbers below 9,"),
     ],

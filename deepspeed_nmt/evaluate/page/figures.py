@@ -27,6 +27,8 @@ _SHOWN_ELSEWHERE = re.compile(
 _MAX_OTHERS = 16
 _WIDE = 50.0
 """Ratio of the largest value to the smallest above which an axis may be logarithmic."""
+_NARROW = 0.5
+"""Share of the largest value; if all values are above it, the axis does not begin at 0."""
 _BLUE, _ORANGE, _RED = "#4269d0", "#d99a0b", "#e0593f"
 
 
@@ -162,7 +164,7 @@ def _curves(
     axis: dict[str, Any] = {"title": {"text": unit}, "type": "log" if log_scale else "linear"}
     if log_scale:
         axis["dtick"] = 1
-    elif lowest >= 0.0:
+    elif 0.0 <= lowest < _NARROW * highest:  # otherwise a curve that is far from 0 would look flat
         axis["rangemode"] = "tozero"
     lost = sum(len(each) - len(each.finite) for each in series.values())
     gaps = f" {lost:,} values are not finite and are gaps." if lost else ""
