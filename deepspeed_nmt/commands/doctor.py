@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         place()
         if not 1.0 <= arguments.timeout <= _MOST_S:
             raise ConfigError(f"--timeout must be from 1 to {_MOST_S:g} seconds, but is {arguments.timeout:g}")
+        if arguments.run is not None and arguments.run.exists() and not arguments.run.is_dir():
+            raise ConfigError(f"--run must be a directory, but {arguments.run} is a file; choose another")
     return _examine(arguments)
 
 

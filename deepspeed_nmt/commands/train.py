@@ -85,7 +85,7 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from deepspeed_nmt.run.trainer import Job, finish, train_run
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
     from deepspeed_nmt.train.events import Events
-    from deepspeed_nmt.train.notify import Notifier
+    from deepspeed_nmt.train.notify import Notifier, check_notify
 
     with once_per_host():
         isolate_extension_builds()
@@ -105,6 +105,9 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     try:
         check_ranks_agree(config, data, world)
         check_commands(config.validation, engine.timeout_s, world)
+        with fail_together(world):
+            if world.is_main:
+                check_notify(config.training.notify)
         check_sets_agree(sets, world)
         if engine.compile == "layers":
             with fail_together(world):  # before anything is written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -21,6 +22,7 @@ _SLOW = 50e6
 """Bytes a second below which checkpoints take minutes."""
 _PREFIX = ".doctor-"
 _MOUNTS = Path("/proc/self/mounts")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _VOLATILE = ("tmpfs", "ramfs")
 
 
@@ -50,8 +52,9 @@ def directory(context: Context) -> list[Finding]:
         except OSError as error:
             return [
                 fault(
-                    f"the run directory must be writable, but {place} is not ({error.strerror}); change its "
-                    "permissions, or give another one by --run"
+                    f"the run directory must be writable, but {place} is not ({error.strerror}); "
+                    f"{'free some space' if error.errno in _FULL else 'change its permissions'}, or give another one "
+                    "by --run"
                 )
             ]
         found = [*_room(place), *_lock(path), *_speed(path)]

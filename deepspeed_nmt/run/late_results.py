@@ -90,7 +90,7 @@ class Choice:
             score = self.sign * found
             if self.mean[0]:
                 values[self.mean[0]] = found
-        return Validation(values, self.by, score, loss, self.least, self.decimals, may_await)
+        return Validation(values, self.by, score, loss, self.least, self.decimals, self.sign, may_await)
 
 
 @dataclass(frozen=True)
@@ -271,5 +271,6 @@ def choose_again(run: Run) -> str:
     if best is None or progress.best_score is None:
         return f"{run.path} has no best checkpoint yet{awaited}"
     was = "" if progress.best_update == before.best_update else f", before it update {before.best_update}"
-    known = "" if progress.best_score == _UNKNOWN else f" {abs(progress.best_score):.4f}"
+    value = run.config.validation.value_of(progress.best_by, progress.best_score)
+    known = "" if progress.best_score == _UNKNOWN else f" {value:.4f}"
     return f"best checkpoint: {store.directory / best} ({progress.best_by}{known}{was}){awaited}"

@@ -196,7 +196,7 @@ class RunPage:
             values = dict(zip(series.updates, series.values, strict=True))
             value = values.get(progress.best_update)
             if value is None and progress.best_score is not None:
-                value = abs(progress.best_score)
+                value = self.config.validation.value_of(progress.best_by, progress.best_score)
             return Best(progress.best_update, tag, value)
         tag = self._measure()
         found = self.log.series(tag).best(higher_is_better=is_higher_better(self.path, tag.removeprefix("valid/")))

@@ -124,8 +124,8 @@ def finish(job: Job, progress: Progress) -> int:
         logger.info("stopped by %s after update %d; start the same command again to resume", by, update)
         job.events.record("stop", update, f"stopped by {by} after update {update}", signal=by)
         return EXIT_STOPPED
-    score = progress.best_score
-    score = None if score is None or not math.isfinite(score) else abs(score)
+    score, config = progress.best_score, job.config.validation
+    score = None if score is None or not math.isfinite(score) else config.value_of(progress.best_by, score)
     best = "" if score is None else f", best validation score {score:.2f}"
     text = f"{update} updates, {progress.target_tokens:,} target tokens{best} (update {progress.best_update})"
     logger.info("done: %s", text)

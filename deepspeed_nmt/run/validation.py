@@ -199,6 +199,22 @@ class ValidationConfig(Config):
         metric = {**METRICS, **self.commands}.get(measure.rpartition("/")[2])
         return metric is not None and metric.higher_is_better
 
+    def value_of(self, best_by: str | None, score: float) -> float:
+        """Return the value of the measure that chose the best checkpoint by this score.
+
+        Args:
+            best_by: the measure, as progress records it.
+            score: the value, with its sign changed if smaller ones are better.
+        """
+        measure = (best_by or "").partition(" ")[0].removeprefix("valid/")
+        if measure.rpartition("/")[2] not in {
+            *LOSSES,
+            *METRICS,
+            *self.commands,
+        }:  # of other settings
+            return abs(score)
+        return score if self.is_higher_better(measure) else -score
+
     @property
     def chooses(self) -> str:
         """Name of the validation set whose values choose the best checkpoint: MAIN, MEAN, or of a set."""

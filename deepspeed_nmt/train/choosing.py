@@ -103,25 +103,24 @@ def choose_late(
     return progress, changed
 
 
-def record_best(events: Events, progress: Progress, decimals: int) -> None:
-    """Record that a validation is the best so far, if its score is known.
+def record_best(events: Events, progress: Progress, found: Validation) -> None:
+    """Record that a validation is the best so far, by its score, or by its loss as long as only losses are compared.
 
     Args:
         events: events of the run.
         progress: after it.
-        decimals: number of printed decimals of the score.
+        found: the newest validation, whose scores are by the same measure.
     """
-    score, measure = progress.best_score, (progress.best_by or "").partition(" ")[0]
-    if score is None or not math.isfinite(score):
+    score, loss, measure = progress.best_score, progress.best_loss, found.best_by.partition(" ")[0]
+    value: float | None = None if score is None else found.sign * score
+    decimals = found.decimals
+    if score is None or score < found.least:
+        measure, value, decimals = f"{measure.rpartition('/')[0]}/loss", loss, 4
+    if value is None or not math.isfinite(value):
         return
-    text = f"update {progress.best_update} is the best so far: {measure} {abs(score):.{decimals}f}"
-    details: dict[str, Detail] = {
-        "measure": measure,
-        "score": abs(score),
-        "loss": progress.best_loss,
-        "best_update": progress.best_update,
-    }
-    events.record("best", progress.update, text, **details)
+    text = f"update {progress.best_update} is the best so far: {measure} {value:.{decimals}f}"
+    details: dict[str, Detail] = {"measure": measure, "score": value, "loss": loss}
+    events.record("best", progress.update, text, **details, best_update=progress.best_update)
 
 
 def with_awaited(progress: Progress, found: Validation, *, warn: bool) -> Progress:

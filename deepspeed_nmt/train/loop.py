@@ -188,5 +188,5 @@ def _validate(session: Session, progress: Progress) -> tuple[Progress, bool]:
     progress, late_best = take_late(session, progress)
     progress, best = judge(progress, progress.update, found, session.validator.gains)
     if best or late_best:
-        record_best(session.events, progress, found.decimals)
+        record_best(session.events, progress, found)
     return with_awaited(progress, found, warn=session.world.is_main), best or late_best or found.may_await > 0

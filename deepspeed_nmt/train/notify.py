@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.errors import ConfigError, shown
 
 LIMIT_S = 60.0
 """Time limit of the command for one event."""
@@ -48,6 +50,20 @@ def words_of(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError as error:
         raise ValueError(f"must be a command whose quotations are closed, but is {command!r} ({error})") from None
+
+
+def check_notify(command: str) -> None:
+    """Check that the program of a command exists.
+
+    Raises:
+        ConfigError: if it does not, or cannot be run.
+    """
+    words = words_of(command)
+    if words and shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"training.notify must begin with a program that exists, but {shown(words[0])} does not; check its path "
+            "and permissions"
+        )
 
 
 class Notifier:

@@ -108,6 +108,7 @@ class Validation:
         loss: validation loss, which decides between equal scores.
         least: score below which only losses are compared.
         decimals: number of printed decimals; scores that are equal in them are equal.
+        sign: -1 if the score is the value with its sign changed.
         may_await: number of newest validations whose scores may be awaited, if the score is to come; otherwise 0.
         samples: translations of a few sentences, in Markdown, by tag.
         images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
@@ -119,6 +120,7 @@ class Validation:
     loss: float
     least: float = -math.inf
     decimals: int = 2
+    sign: int = 1
     may_await: int = 0
     samples: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)

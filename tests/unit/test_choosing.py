@@ -23,7 +23,8 @@ from deepspeed_nmt.run.validation import MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_sources
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import State, write_state
-from deepspeed_nmt.train.choosing import choose_late, judge, with_awaited
+from deepspeed_nmt.train.choosing import choose_late, judge, record_best, with_awaited
+from deepspeed_nmt.train.events import EVENTS_FILE, Events
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import LateValidation, Validation
 from tests.unit.test_program_metrics import program
@@ -45,6 +46,18 @@ def test_a_validation_without_a_score_is_the_best_only_while_no_score_is_known()
     assert judged((UNKNOWN, 3.0), (UNKNOWN, 2.0), (0.1, 9.0), (UNKNOWN, 1.0), (0.05, 1.0), (0.2, 1.0)) == [
         *((1, 0, 1), (2, 0, 2), (3, 0, 3), (3, 0, 3), (3, 1, 3), (6, 0, 6))
     ]
+
+
+def test_events_have_the_measure_that_chose_and_its_value_with_its_sign(tmp_path: Path) -> None:
+    events = Events(tmp_path, active=True)
+    for score, sign in ((-53.5, 1), (-2.0, -1), (0.2, 1)):
+        found = Validation({}, "valid/news/len of ab", score, 3.25, least=1.0 if score > 0 else -math.inf, sign=sign)
+        record_best(events, judge(Progress(update=8), 8, found, lambda update, over: True)[0], found)
+    lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert [(line["measure"], line["score"]) for line in lines] == [
+        ("valid/news/len", -53.5), ("valid/news/len", 2.0), ("valid/news/loss", 3.25),
+    ]  # fmt: skip
+    assert lines[0]["text"] == "update 8 is the best so far: valid/news/len -53.50"
 
 
 def test_only_a_significant_gain_resets_patience_and_the_best_is_by_score() -> None:

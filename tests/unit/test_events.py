@@ -16,7 +16,7 @@ import pytest
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.errors import ConfigError, ReportedError, TrainingError
 from deepspeed_nmt.train.events import EVENTS, EVENTS_FILE, NO_EVENTS, Events, reason
-from deepspeed_nmt.train.notify import Notifier
+from deepspeed_nmt.train.notify import Notifier, check_notify
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -173,5 +173,8 @@ def test_the_command_and_its_events_are_settings_that_are_checked() -> None:
     assert (training.notify, training.notify_on) == ("mail -s 'a b' me", ("end",))
     with pytest.raises(ConfigError, match=r"training.notify must be a command whose quotations are closed, but is"):
         load_config(settings=["training.notify=echo 'a"])
+    with pytest.raises(ConfigError, match=r"must begin with a program that exists, but 'none/prog' does not"):
+        check_notify("none/prog x")
+    check_notify("")
     with pytest.raises(ConfigError, match=r"training.notify_on"):
         load_config(settings=["training.notify_on=[ended]"])

@@ -92,6 +92,8 @@ def test_a_program_chooses_and_its_path_becomes_absolute(monkeypatch: pytest.Mon
     assert config.metrics == ("bleu", f"a=command:{tmp_path}/a.sh:lower")
     assert not config.is_higher_better("a") and not config.is_higher_better("n/a")
     assert config.is_higher_better("mean/bleu") and not config.is_higher_better("ter")
+    assert config.value_of("valid/bleu of ab", -1.5) == -1.5 and config.value_of("valid/mean/ter", -1.5) == 1.5
+    assert config.value_of("valid/loss", -1.5) == 1.5 and config.value_of(None, -1.5) == 1.5
     for form, kind in (("raw", "plain"), ("tokenised", "tokenised")):
         metrics, best = ValidationConfig(metrics=("a=command:/a",), best_by="auto").chosen(TextForm(form))
         assert best is not None and metrics == (best,) and (best.name, best.kind) == ("a", kind)
