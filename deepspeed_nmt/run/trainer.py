@@ -237,7 +237,7 @@ def _session(
     size = checkpoint_bytes(*_sizes(copy))
     with (
         Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics,
-        Saver(job.store, engine, world, job.watchdog, config.training, size, progress.update) as saver,
+        Saver(job.store, engine, world, job.watchdog, config.training, size, progress.update, job.events) as saver,
     ):
         yield Session(
             config=config.training,

@@ -22,7 +22,9 @@ from deepspeed_nmt.errors import ReportedError, TrainingError, UserError
 from deepspeed_nmt.train.notify import Notifier
 
 EVENTS_FILE = "events.jsonl"
-Event = Literal["start", "resume", "skip", "spike", "rollback", "collapse", "best", "stop", "end", "failure"]
+Event = Literal[
+    "start", "resume", "skip", "spike", "rollback", "collapse", "unsaved", "best", "stop", "end", "failure"
+]
 EVENTS: tuple[Event, ...] = get_args(Event)
 Detail = str | int | float | None
 

@@ -22,6 +22,7 @@ from deepspeed_nmt.parallel.collectives import from_main
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.disk import DiskWatch, Rotation
+from deepspeed_nmt.train.events import NO_EVENTS, Events
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.session import Save, TrainingConfig
 from deepspeed_nmt.train.store import CheckpointStore
@@ -46,6 +47,7 @@ class Saver:
         config: settings of training.
         size: bytes of the tensors in a checkpoint.
         saved_at: update of the newest good checkpoint; 0 if there is none.
+        events: events of the run.
 
     Attributes:
         saved_at: update of the newest checkpoint that all ranks know to be written.
@@ -60,6 +62,7 @@ class Saver:
         config: TrainingConfig,
         size: int,
         saved_at: int,
+        events: Events = NO_EVENTS,
     ) -> None:
         self.saved_at = saved_at
         self._store, self._engine, self._world, self._watchdog = store, engine, world, watchdog
@@ -69,7 +72,7 @@ class Saver:
         self._problem = ""
         self._error: Exception | None = None
         self._size = size
-        self._is_first = True
+        self._is_first, self._events, self._reported = True, events, False
         self._buffer = _buffer(config.save, size, engine) if world.is_main else None
         self._in_background: bool = from_main(self._buffer is not None, world)
 
@@ -173,10 +176,14 @@ class Saver:
             self._problem = str(error)
             if not must:
                 logger.error("%s; training continues", self._failure(progress.update))
+                if not self._reported:
+                    self._reported = True
+                    self._events.record("unsaved", progress.update, self._failure(progress.update))
             return
         except Exception as error:  # for the main thread to raise
             self._error = error
             return
+        self._reported = False
         took = time.monotonic() - since
         with suppress(OSError):
             self._disk(self._size, len(self._store.names()))

@@ -79,7 +79,8 @@ class TrainingConfig(Config):
         "runs it",
     )
     notify_on: tuple[Event, ...] = Field(
-        default=("stop", "failure", "collapse", "best", "end"), description="events for which training.notify runs"
+        default=("stop", "failure", "collapse", "unsaved", "best", "end"),
+        description="events for which training.notify runs",
     )
 
     @field_validator("notify")

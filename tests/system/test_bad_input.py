@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -158,6 +159,9 @@ def test_training_continues_on_a_full_disk(
     error = capsys.readouterr().err
     assert "the checkpoint of update 8 could not be written" in error and "No space left on device" in error
     assert "last good one is of update 4" in error and "training continues" in error
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (unsaved,) = (each for each in events if each["event"] == "unsaved")
+    assert unsaved["update"] == 8 and "the checkpoint of update 8 could not be written" in unsaved["text"]
     assert sorted(p.name for p in (run / "checkpoints").glob("update-*"))[-1] == "update-0000012"
     monkeypatch.setattr(store, "save_file", lambda *_: _raise())
     error = refused(train_words(data, run, *small, "training.max_updates=14"), capsys, status=1)

@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed_nmt.files import parse_json
 
 EVENTS_FILE = "events.jsonl"
-KINDS = ("start", "resume", "skip", "spike", "rollback", "collapse", "best", "stop", "end", "failure")
+KINDS = ("start", "resume", "skip", "spike", "rollback", "collapse", "unsaved", "best", "stop", "end", "failure")
 STARTS, ENDINGS = ("start", "resume"), ("stop", "end", "failure")
 _MAX_TEXT = 600
 _LOG = Path("logs") / "rank-0.log"
