@@ -10,7 +10,7 @@ from pathlib import Path
 from deepspeed_nmt.config import load_config
 
 HOSTILE = "<script>alert('page')</script> & <img src=http://example.org/x.png onerror=alert(1)> %{x}"
-"""What a model may write, and a page must show as text."""
+"""Text that a model may write, and that a page must show as text."""
 
 
 def write_run(

@@ -16,13 +16,13 @@ from deepspeed_nmt.parallel.builds import lock_for
 _IMPORT_S, _KERNELS_S = 180.0, 300.0
 """Time limits in seconds of importing a package, perhaps from a network file system, and of compiling kernels."""
 _KERNELS = """
-import json, torch
+import json, sys, torch
 from deepspeed_nmt.kernels.backends import OPERATIONS, failure, is_installed
 device, found = torch.device("cuda", 0), {}
 for backend in ("triton", "apex"):
     names = [name for name, backends in OPERATIONS.items() if backend in backends and is_installed(name, backend)]
     found[backend] = {name: failure(name, backend, device, torch.float16) for name in names}
-print(json.dumps(found))
+sys.stdout.write(json.dumps(found))
 """
 """Program that compiles every kernel, and compares it with torch on a few numbers."""
 

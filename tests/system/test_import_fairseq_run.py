@@ -26,17 +26,7 @@ from deepspeed_nmt.data.fairseq_binarised import BinarisedText
 from deepspeed_nmt.data.fairseq_dictionary import read_dictionary
 from deepspeed_nmt.data.fairseq_tokenizer import FairseqTokenizer
 from deepspeed_nmt.errors import DataError
-from tests.support import ROOT
-
-FIXTURES = ROOT / "tests" / "fixtures" / "fairseq"
-KINDS = ("post", "pre", "old")
-
-
-def words(kind: str, *more: str, origin: Path | None = None) -> list[str]:
-    """Return a command line that imports from a fixture."""
-    path = FIXTURES / kind
-    given = [] if origin is None else ["--from", str(origin)]
-    return ["import-fairseq", "--data-bin", str(path / "data-bin"), *given, *more]
+from tests.fairseq_fixtures import FIXTURES, KINDS, text_of, words
 
 
 def imported(kind: str, run: Path, *more: str, origin: Path | None = None) -> Path:
@@ -52,11 +42,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models of all fixtures as runs."""
     scratch = tmp_path_factory.mktemp("fairseq")
     return {kind: imported(kind, scratch / kind) for kind in KINDS}
-
-
-def text_of(kind: str, name: str) -> list[str]:
-    """Return the lines that a fixture's text was binarised from."""
-    return (FIXTURES / kind / "data-bin" / name).read_text("utf-8").split("\n")[:-1]
 
 
 def logits_here(run: Path, expected: dict[str, Tensor]) -> Tensor:

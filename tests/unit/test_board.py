@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: the layout, also of a run that was resumed, and images of cross-attention."""
+"""TensorBoard's view of a run: the layout, also of a run that was resumed, and images of cross-attention."""
 
 from __future__ import annotations
 

@@ -23,22 +23,7 @@ from deepspeed_nmt.data.fairseq_dictionary import read_dictionary
 from deepspeed_nmt.data.fairseq_tokenizer import FairseqTokenizer
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.run.fairseq_checkpoint import read_checkpoint
-from tests.support import ROOT
-
-FIXTURES = ROOT / "tests" / "fixtures" / "fairseq"
-KINDS = ("post", "pre", "old")
-
-
-def words(kind: str, *more: str, origin: Path | None = None) -> list[str]:
-    """Return a command line that imports from a fixture."""
-    path = FIXTURES / kind
-    given = [] if origin is None else ["--from", str(origin)]
-    return ["import-fairseq", "--data-bin", str(path / "data-bin"), *given, *more]
-
-
-def text_of(kind: str, name: str) -> list[str]:
-    """Return the lines that a fixture's text was binarised from."""
-    return (FIXTURES / kind / "data-bin" / name).read_text("utf-8").split("\n")[:-1]
+from tests.fairseq_fixtures import FIXTURES, text_of, words
 
 
 def saved(state: Any, path: Path, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""What the page says of a run besides its curves, gathered by :mod:`deepspeed_nmt.run.page`."""
+"""Content of a run's page besides its curves, gathered by :mod:`deepspeed_nmt.run.page`."""
 
 from __future__ import annotations
 
