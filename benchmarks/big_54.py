@@ -76,7 +76,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     corpus = Corpus(directory, "train")
     tokens = arguments.tokens
     batches = BatchConfig(update_tokens=tokens * world.ranks, micro_tokens=tokens)
-    loader = TrainLoader(corpus, batches, 1, world.rank, world.ranks, vocabulary)
+    loader = TrainLoader.of_corpus(corpus, batches, 1, world.rank, world.ranks, vocabulary)
     model = build_model(config, vocabulary)
     model.recompute(config.engine.recompute_encoder, config.engine.recompute_decoder)
     module = TrainModule(model, build_objective(config, vocabulary))

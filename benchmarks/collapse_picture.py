@@ -1,4 +1,4 @@
-"""Draw docs/images/collapse.png from the table "A setting in which 6 layers train and 15 collapse" of RESULTS.md.
+"""Draw docs/images/collapse.png from the table "Deep on both sides: search for a collapse" of RESULTS.md.
 
 python benchmarks/collapse_picture.py
 """
@@ -14,52 +14,62 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("6 layers", "15 layers")
-VOCABULARY = 2_000  # tokens; the perplexity of guessing
+SYSTEMS = {
+    "15-6": "plain",
+    "15-6, CAD": "CAD",
+    "15-6, CAD, DDR, ALD": "CAD, DDR, ALD",
+    "15-6, depth-scaled initialisation": "depth-scaled\ninitialisation",
+}
+"""Systems of seed 1, as the table names them, and their labels."""
+BIGRAM = 36  # validation perplexity of a bigram model of the training text, from the same section
 THRESHOLD = 0.2  # collapse.threshold
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Read the rows of the table: arm -> column -> value."""
+    """Read the rows of the table: system -> column -> value."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
-    lines = text.split("**A setting in which 6 layers train and 15 collapse**")[1].splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    header = [re.sub(r" \(.*", "", name) for name in table[0]]
-    rows = {row[0]: row[1:] for row in table[2:] if len(row) == len(header)}
-    return {
-        arm: {name: float(cell.replace(",", "")) for name, cell in zip(header[1:], rows[arm], strict=True)}
-        for arm in ARMS
+    section = text.split("## Deep on both sides")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header = table[0]
+    rows = [dict(zip(header, cells, strict=True)) for cells in table[2:]]
+    by_name = {
+        re.sub(r" \(.*\)", "", row["encoder-decoder layers"]): row
+        for row in rows
+        if row["norm"] == "post" and row["seed"] == "1"
     }
+    columns = ("train ppl", "valid ppl", "source reliance")
+    return {name: {column: float(by_name[name][column]) for column in columns} for name in SYSTEMS}
 
 
 def main() -> None:
-    """Draw perplexities, BLEU and source reliance of both decoders."""
-    arms = measured()
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.7), layout="constrained", width_ratios=(2, 1, 1))
-    places = range(len(ARMS))
-    for shift, (name, label) in enumerate((("train ppl", "training"), ("valid ppl", "validation"))):
+    """Draw perplexities and source reliance of the systems."""
+    systems = measured()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.7), layout="constrained", width_ratios=(3, 2))
+    places = range(len(systems))
+    for shift, (column, label) in enumerate((("train ppl", "training"), ("valid ppl", "validation"))):
         bars = axes[0].bar(
             [place + 0.4 * shift - 0.2 for place in places],
-            [arms[arm][name] for arm in ARMS],
+            [values[column] for values in systems.values()],
             width=0.38,
             color=("#9ecae1", "#08519c")[shift],
             label=f"{label} text",
         )
-        axes[0].bar_label(bars, labels=[f"{arms[arm][name]:,g}" for arm in ARMS])
-    axes[0].axhline(VOCABULARY, color="#d62728", linestyle="--", linewidth=1)
-    axes[0].text(-0.55, VOCABULARY * 1.15, "guessing: the monitor warns above this line", color="#d62728", fontsize=9)
-    axes[0].set(yscale="log", ylim=(5, 120_000), xlim=(-0.6, 1.6), title="perplexity")
-    axes[0].legend(loc="upper left")
-    for axis, name, unit in ((axes[1], "test BLEU", ""), (axes[2], "source reliance", " (nats)")):
-        bars = axis.bar(places, [arms[arm][name] for arm in ARMS], width=0.5, color="#08519c")
-        axis.bar_label(bars, labels=[f"{arms[arm][name]:g}" for arm in ARMS])
-        axis.set(title=name + unit, xlim=(-0.6, 1.6))
-        axis.margins(y=0.15)
-    axes[2].axhline(THRESHOLD, color="#d62728", linestyle="--", linewidth=1)
-    axes[2].text(0.5, THRESHOLD + 0.03, "it warns\nbelow", color="#d62728", fontsize=9, ha="center")
-    figure.suptitle("Post-norm decoders after 1,550 updates: the deep one learns nothing usable")
+        axes[0].bar_label(bars, fmt="%g", label_type="center", color=("black", "white")[shift])
+    axes[0].axhline(BIGRAM, color="#555555", linestyle=":", linewidth=1)
+    axes[0].text(3.55, BIGRAM + 0.6, "a bigram model", color="#555555", fontsize=9, ha="right")
+    axes[0].set(ylim=(0, 49), title="perplexity")
+    axes[0].legend(loc="upper left", ncols=2)
+    bars = axes[1].bar(places, [values["source reliance"] for values in systems.values()], width=0.5, color="#08519c")
+    axes[1].bar_label(bars, fmt="%.2f", padding=9)  # above the threshold's line
+    axes[1].axhline(THRESHOLD, color="#d62728", linestyle="--", linewidth=1)
+    axes[1].text(1, THRESHOLD + 0.22, "the monitor warns below this line", color="#d62728", fontsize=9, ha="center")
+    axes[1].set(title="source reliance (nats a token)", ylim=(0, 2.1))
+    figure.suptitle(
+        "Post-norm, 15 encoder and 6 decoder layers: a language model, unless its initialisation is depth-scaled"
+    )
     for axis in axes:
-        axis.set_xticks(places, [f"decoder of {arm}" if axis is axes[0] else arm for arm in ARMS])
+        axis.set_xticks(places, list(SYSTEMS.values()), fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(ROOT / "docs" / "images" / "collapse.png", dpi=110)
 

@@ -2,7 +2,7 @@
 
     git worktree add ../old COMMIT
     python benchmarks/compare_commits.py ../old . [--family NAME ...] [--layout plain|zero2 ...] [--work DIR]
-    python benchmarks/compare_commits.py ../old . --setting batch.plan=epochs    # OLD is older than that setting
+    python benchmarks/compare_commits.py ../old . --setting batch.order=epochs    # OLD is older than that setting
 
 Both checkouts are run through their command lines. The old commit makes the text and the data directories. Then
 each family of methods trains a tiny model with dropout for 30 updates, on two ranks under ZeRO-2 and in one process

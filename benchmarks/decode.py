@@ -1,17 +1,20 @@
 """Speed of beam search on a CPU, beside CTranslate2 and Hugging Face's `generate` with the same weights.
 
     OMP_NUM_THREADS=1 python benchmarks/decode.py [--layers 6 15 27] [--beams 4 1] [--batches 1 32 256] [--rounds 5]
+    OMP_NUM_THREADS=1 python benchmarks/decode.py --run RUN --input FILE [--lines 300] [--beams ...] [--batches ...]
     OMP_NUM_THREADS=1 python benchmarks/decode.py --opennmt DIR ...
     OMP_NUM_THREADS=1 python benchmarks/decode.py --start-up RUN [--rounds 5]
 
-The model is written for the other programs as `deepspeed-nmt export` writes it. Its weights are random, so that no
-hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder layers, D=256, FFN
-1,024, 4 heads, V=8,000, sources of 16 tokens, translations of 24. Real sentences end at different lengths.
+The model is written for the other programs as `deepspeed-nmt export` writes it. Without --run its weights are
+random, so that no hypothesis ends before the limit, and every program makes the same number of steps: 6 encoder
+layers, D=256, FFN 1,024, 4 heads, V=8,000, sources of 16 tokens, translations of 24. With --run it is a trained one,
+and translates the first lines of a text, in batches of like length: sentences end at different lengths, and the
+hypotheses of a sentence begin alike.
 
-The programs take turns in a random order, so that other work on the machine affects all alike. `ratio` is the median,
-over the rounds, of CTranslate2's seconds in the same precision divided by the program's (of CTranslate2's in fp32 for
-Hugging Face, OpenNMT-py and bf16). Loading and packing are not measured: every program has translated the batch
-before.
+The programs take turns in a random order, so that other work on the machine affects all alike. Seconds are processor
+time of all threads. `ratio` is the median, over the rounds, of CTranslate2's seconds in the same precision divided by
+the program's (of CTranslate2's in fp32 for Hugging Face, OpenNMT-py and bf16). Loading and packing are not measured:
+every program has translated the text before.
 
 OpenNMT-py 3.5.1 requires an older torch, but its search runs on this one. It is taken from a directory of its own,
 with random weights of the same sizes, and without what it imports for other work:
@@ -33,93 +36,150 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
 
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
+from deepspeed_nmt.export.ctranslate2_weights import Precision, write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
 from deepspeed_nmt.kernels import packed
-from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.precision import prepare_to_decode
 
 DIM, FFN, HEADS, ENCODER_LAYERS, VOCABULARY, SOURCE, STEPS, LONGEST = 256, 1024, 4, 6, 8000, 16, 24, 64
-PEERS = {"fp32": "float32", "int8": "int8"}
-Translate = Callable[[Tensor, int], object]
-"""Translates a batch of sentences, (B,S), with a beam."""
+PEERS: dict[Precision, str] = {"fp32": "float32", "int8": "int8"}
+Translate = Callable[[Tensor, int], int]
+"""Translates a batch of sentences, (B,S), with a beam, and returns the number of tokens that it has written."""
 
 
-def build(layers: int, vocabulary: Vocabulary) -> Transformer:
-    """Build a model with random weights and this many decoder layers."""
-    torch.manual_seed(1)
-    config = TransformerConfig(
-        dim=DIM, ffn_dim=FFN, heads=HEADS, encoder_layers=ENCODER_LAYERS, decoder_layers=layers
-    )
-    return build_transformer(config, vocabulary).eval()
+@dataclass(frozen=True)
+class Subject:
+    """A model that all programs translate with.
+
+    Attributes:
+        name: for directories.
+        layers: number of decoder layers.
+        vocabulary: special tokens.
+        build: builds the model in eval mode.
+        least: least tokens of a translation, EOS included.
+        most: most tokens of a translation, EOS included.
+    """
+
+    name: str
+    layers: int
+    vocabulary: Vocabulary
+    build: Callable[[], TranslationModel]
+    least: int
+    most: int
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sentence."""
+        return max(self.most, LONGEST)
 
 
-def ours(layers: int, vocabulary: Vocabulary, precision: str) -> Translate:
+def random_subject(layers: int) -> Subject:
+    """Return a model with random weights, whose hypotheses never end before the limit."""
+    vocabulary = Vocabulary(VOCABULARY)
+
+    def build() -> TranslationModel:
+        torch.manual_seed(1)
+        config = TransformerConfig(
+            dim=DIM, ffn_dim=FFN, heads=HEADS, encoder_layers=ENCODER_LAYERS, decoder_layers=layers
+        )
+        return build_transformer(config, vocabulary).eval()
+
+    return Subject(f"random-{layers}", layers, vocabulary, build, STEPS, STEPS)
+
+
+def trained_subject(run: Run) -> Subject:
+    """Return the best checkpoint of a run."""
+    layers = len(run.model("best").plain().decoder.layers)
+    return Subject(run.path.name, layers, run.tokenizer.vocabulary, lambda: run.model("best").eval(), 0, LONGEST)
+
+
+def ours(subject: Subject, precision: str) -> Translate:
     """Return our search with weights packed in a precision."""
-    model = build(layers, vocabulary)
+    model = subject.build()
     prepare_to_decode(model, torch.device("cpu"), precision)
+    searches: dict[int, BeamSearch] = {}
 
-    def translate(source_BS: Tensor, beam: int) -> object:
-        settings = BeamConfig(beam=beam, max_length_ratio=0, max_length_extra=STEPS)
-        return BeamSearch(settings, model, vocabulary).search(source_BS, padded=False)
+    def translate(source_BS: Tensor, beam: int) -> int:
+        if beam not in searches:
+            settings = BeamConfig(beam=beam, max_length_ratio=0, max_length_extra=subject.most)
+            searches[beam] = BeamSearch(settings, model, subject.vocabulary)
+        found = searches[beam].search(source_BS, padded=bool(source_BS.eq(subject.vocabulary.pad).any()))
+        return sum(len(hypotheses[0].tokens) for hypotheses in found)
 
     return translate
 
 
-def ctranslate2(layers: int, vocabulary: Vocabulary, precision: str, directory: Path) -> Translate:
+def ctranslate2(subject: Subject, precision: Precision, directory: Path) -> Translate:
     """Return CTranslate2's search with the same weights."""
     from ctranslate2 import Translator
 
+    vocabulary = subject.vocabulary
     pieces = [f"t{number}" for number in range(vocabulary.size)]
-    where = directory / f"ctranslate2-{layers}-{precision}"
+    where = directory / f"ctranslate2-{subject.name}-{precision}"
     where.mkdir()
-    write_ctranslate2(where, build(layers, vocabulary).plain(), vocabulary, (pieces, pieces), LONGEST, precision)
+    write_ctranslate2(where, subject.build().plain(), vocabulary, (pieces, pieces), subject.longest, precision)
     program = Translator(
         str(where), compute_type=PEERS[precision], inter_threads=1, intra_threads=torch.get_num_threads()
     )
 
-    def translate(source_BS: Tensor, beam: int) -> object:
-        rows = [[pieces[token] for token in row[:-1]] for row in source_BS.tolist()]  # it adds the EOS itself
-        return program.translate_batch(
-            rows, beam_size=beam, max_batch_size=len(rows), min_decoding_length=STEPS - 1, max_decoding_length=STEPS
+    def translate(source_BS: Tensor, beam: int) -> int:
+        # It adds the EOS itself.
+        rows = [[pieces[token] for token in row if token != vocabulary.pad][:-1] for row in source_BS.tolist()]
+        found = program.translate_batch(
+            rows,
+            beam_size=beam,
+            max_batch_size=len(rows),
+            min_decoding_length=max(subject.least - 1, 0),
+            max_decoding_length=subject.most,
         )
+        return sum(len(result.hypotheses[0]) for result in found)
 
     return translate
 
 
-def huggingface(layers: int, vocabulary: Vocabulary, directory: Path) -> Translate:
+def huggingface(subject: Subject, directory: Path) -> Translate:
     """Return Hugging Face's search with the same weights."""
     from transformers import AutoModelForSeq2SeqLM
+    from transformers.utils import logging
 
-    where = directory / f"huggingface-{layers}"
+    logging.set_verbosity_error()  # each call would warn of its limit
+    logging.disable_progress_bar()
+    where = directory / f"huggingface-{subject.name}"
     where.mkdir()
-    write_huggingface(where, build(layers, vocabulary).plain(), vocabulary, LONGEST)
+    write_huggingface(where, subject.build().plain(), subject.vocabulary, subject.longest)
     model = AutoModelForSeq2SeqLM.from_pretrained(where).eval()
 
-    def translate(source_BS: Tensor, beam: int) -> object:
-        return model.generate(
+    def translate(source_BS: Tensor, beam: int) -> int:
+        found = model.generate(
             source_BS,
-            attention_mask=torch.ones_like(source_BS),
+            attention_mask=source_BS.ne(subject.vocabulary.pad).long(),
             num_beams=beam,
-            min_new_tokens=STEPS,
-            max_new_tokens=STEPS,
+            min_new_tokens=subject.least,
+            max_new_tokens=subject.most,
             do_sample=False,
         )
+        return int(found[:, 1:].ne(subject.vocabulary.pad).sum())
 
     return translate
 
 
-def opennmt(layers: int, vocabulary: Vocabulary, directory: Path) -> Translate:
-    """Return OpenNMT-py's search with random weights of the same sizes."""
+def opennmt(subject: Subject, directory: Path) -> Translate:
+    """Return OpenNMT-py's search with random weights of the sizes of :func:`random_subject`."""
+    layers, vocabulary = subject.layers, subject.vocabulary
     sys.path.append(str(directory))
     for unused in ("ahocorasick", "fasttext", "flask", "spacy", "waitress"):
         sys.modules.setdefault(unused, MagicMock())
@@ -151,7 +211,7 @@ def opennmt(layers: int, vocabulary: Vocabulary, directory: Path) -> Translate:
     vocabularies = {"src": pieces, "tgt": pieces, "decoder_start_token": DefaultTokens.BOS}
     penalty = GNMTGlobalScorer(0.6, 0.0, "wu", "none")
 
-    def translate(source_BS: Tensor, beam: int) -> object:
+    def translate(source_BS: Tensor, beam: int) -> int:
         program = Translator(
             model, vocabularies, min_length=STEPS - 1, max_length=STEPS - 1, max_length_ratio=0, beam_size=beam,
             global_scorer=penalty, report_score=False,
@@ -160,7 +220,8 @@ def opennmt(layers: int, vocabulary: Vocabulary, directory: Path) -> Translate:
         lists = {name: list(range(rows)) for name in ("cid", "cid_line_number", "ind_in_bucket")}
         batch = {"src": source_BS.unsqueeze(2), "srclen": torch.full((rows,), SOURCE), **lists}
         with torch.inference_mode():
-            return program.translate_batch(batch, attn_debug=False)
+            program.translate_batch(batch, attn_debug=False)
+        return rows * STEPS
 
     return translate
 
@@ -210,65 +271,101 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each program (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], metavar="P", help="programs to leave out, such as HF")
     parser.add_argument("--opennmt", type=Path, metavar="DIR", help="directory in which OpenNMT-py is installed")
+    parser.add_argument("--run", type=Path, help="measure the best checkpoint of this run on real text")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the text, one sentence a line")
+    parser.add_argument("--lines", type=int, default=300, help="number of its first lines (default: %(default)s)")
     parser.add_argument(
         "--start-up", type=Path, metavar="RUN", help="measure whole commands for one line, by this run"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each measurement")
     arguments = parser.parse_args()
+    if (arguments.run is None) != (arguments.input is None):
+        parser.error("--run and --input must be given together")
+    if arguments.run is not None and arguments.opennmt is not None:
+        parser.error("--opennmt has random weights; leave out --run")
     if arguments.start_up is not None:
         with tempfile.TemporaryDirectory() as temporary:
             for name, row in start_up(arguments.start_up, arguments.rounds, Path(temporary)).items():
                 words = f"{name:<24} {row['seconds']:>6.2f} s {row['ratio']:>6.2f}\n"
                 sys.stdout.write(f"{json.dumps({'program': name, **row})}\n" if arguments.json else words)
         return
-    vocabulary = Vocabulary(VOCABULARY)
-    generator = torch.Generator().manual_seed(1)
+    if arguments.run is None:
+        subjects = [random_subject(layers) for layers in arguments.layers]
+        generator = torch.Generator().manual_seed(1)
+        sources = torch.randint(4, VOCABULARY, (max(arguments.batches), SOURCE), generator=generator)
+        sources[:, -1] = subjects[0].vocabulary.eos
+        text = {batch: [sources[:batch]] for batch in arguments.batches}
+    else:
+        run = Run.open(arguments.run)
+        subjects = [trained_subject(run)]
+        lines = arguments.input.read_text(encoding="utf-8").splitlines()[: arguments.lines]
+        text = {batch: batches_of(run, lines, batch) for batch in arguments.batches}
     if not arguments.json:
         sys.stdout.write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
         sys.stdout.write(f"{'layers':>6} {'beam':>4} {'batch':>5}  {'program':<18} {'tokens/s':>9} {'ratio':>6}\n")
     with tempfile.TemporaryDirectory() as temporary:
-        for layers in arguments.layers:
-            programs = {
-                f"ours {precision}": ours(layers, vocabulary, precision)
-                for precision in packed.PACKED
-                if packed.obstacle(precision) is None
-            }
-            for precision in PEERS:
-                programs[f"CTranslate2 {precision}"] = ctranslate2(layers, vocabulary, precision, Path(temporary))
-            programs["HF fp32"] = huggingface(layers, vocabulary, Path(temporary))
-            if arguments.opennmt is not None:
-                programs["OpenNMT-py fp32"] = opennmt(layers, vocabulary, arguments.opennmt)
+        for subject in subjects:
+            programs = programs_of(subject, Path(temporary), arguments.opennmt)
             programs = {name: each for name, each in programs.items() if not set(name.split()) & {*arguments.without}}
             for beam in arguments.beams:
                 for batch in arguments.batches:
-                    source_BS = torch.randint(4, VOCABULARY, (batch, SOURCE), generator=generator)
-                    source_BS[:, -1] = vocabulary.eos
-                    for name, values in measure(programs, source_BS, beam, arguments.rounds).items():
-                        row = {"layers": layers, "beam": beam, "batch": batch, "program": name, **values}
-                        sys.stdout.write(f"{json.dumps(row)}\n" if arguments.json else line(row))
+                    for name, values in measure(programs, text[batch], beam, arguments.rounds).items():
+                        case = {"layers": subject.layers, "beam": beam, "batch": batch}
+                        measured = {**case, "program": name, **values}
+                        sys.stdout.write(f"{json.dumps(measured)}\n" if arguments.json else line(measured))
                         sys.stdout.flush()
 
 
-def measure(programs: dict[str, Translate], source_BS: Tensor, beam: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the columns of the table of each program."""
+def programs_of(subject: Subject, directory: Path, opennmt_py: Path | None) -> dict[str, Translate]:
+    """Return the programs that translate with a model, by name."""
+    programs = {
+        f"ours {precision}": ours(subject, precision)
+        for precision in packed.PACKED
+        if packed.obstacle(precision) is None
+    }
+    for peer in PEERS:
+        programs[f"CTranslate2 {peer}"] = ctranslate2(subject, peer, directory)
+    programs["HF fp32"] = huggingface(subject, directory)
+    if opennmt_py is not None:
+        programs["OpenNMT-py fp32"] = opennmt(subject, opennmt_py)
+    return programs
+
+
+def batches_of(run: Run, lines: Sequence[str], size: int) -> list[Tensor]:
+    """Return the sentences of a text in batches of like length, each (B,S)."""
+    eos = run.tokenizer.vocabulary.eos
+    rows = sorted((tokens[: LONGEST - 1] for tokens in run.tokenizer.encode_batch(lines, "source")), key=len)
+    tensors = [torch.tensor([*row, eos]) for row in rows]
+    pad = run.tokenizer.vocabulary.pad
+    return [
+        torch.nn.utils.rnn.pad_sequence(tensors[start : start + size], batch_first=True, padding_value=pad)
+        for start in range(0, len(tensors), size)
+    ]
+
+
+def measure(
+    programs: dict[str, Translate], batches: Sequence[Tensor], beam: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return the columns of the table of each program, which translates all batches in each round."""
     taken: dict[str, list[float]] = {name: [] for name in programs}
+    tokens: dict[str, int] = {}
     for number in range(rounds + 1):
         for name, translate in random.Random(number).sample(list(programs.items()), len(programs)):
-            started = time.perf_counter()
-            translate(source_BS, beam)
+            started = time.process_time()
+            tokens[name] = sum(translate(source_BS, beam) for source_BS in batches)
             if number:  # the first one warms up
-                taken[name].append(time.perf_counter() - started)
+                taken[name].append(time.process_time() - started)
     found = {}
     for name, seconds in taken.items():
         peer = taken["CTranslate2 int8" if name.endswith("int8") else "CTranslate2 fp32"]
         found[name] = {
-            "tokens_per_s": len(source_BS) * STEPS / statistics.median(seconds),
+            "tokens_per_s": tokens[name] / statistics.median(seconds),
             "ratio": statistics.median(theirs / own for theirs, own in zip(peer, seconds, strict=True)),
         }
     return found
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """Return a row of the table."""
     return "{layers:>6} {beam:>4} {batch:>5}  {program:<18} {tokens_per_s:>9,.0f} {ratio:>6.2f}\n".format(**row)
 

@@ -1,21 +1,22 @@
 """Kernels launched and bytes moved by a layer in training on a GPU, counted without one.
 
-    python benchmarks/launches.py [--norm pre] [--tokens 8192]
+    python benchmarks/launches.py [--norm pre] [--tokens 8192] [--layout packed]
 
 It needs Triton, which defines the kernels; CUDA builds of torch include it, for others `pip install triton`.
 
-One micro-batch of a BIG Transformer (16-bit weights, dropout 0.1) runs forward and backward on the meta device, with
-the kernels that are expected on an H100. A layer's count is the difference between two models of which one has one
-layer more. The rules:
+Two micro-batches of a BIG Transformer (16-bit weights, dropout 0.1) run forward and backward in the plain engine on
+the meta device, with the kernels that are expected on an H100. The first one's gradients become those of the update,
+the second one's are added to them, as those of all later ones. Gradients of several layers are added together, so a
+layer's count is the difference between two models of which one has eight layers more, divided by eight. The rules:
 
 - An operation that writes a tensor is one kernel, and moves each of its tensors once. A tensor that it changes in
   place is read and written. Views and allocations are none.
 - A matrix product with its bias is one kernel. Its bytes do not count: they are those "outside of matrix products".
-- Attention is FlashAttention by segments, which needs no mask: one kernel forward, three backward (the sums of
-  dO O, the gradients, and their conversion to 16 bit). It counts as a matrix product. The backward pass of torch's
-  memory-efficient kernel is one kernel, but a mask in bool takes three to five small ones more each time.
+- An operation on lists of tensors is one kernel for every 320 pieces of 65,536 elements, or every 64 tensors.
+- Attention counts as a matrix product. Without a mask it is FlashAttention: one kernel forward, three backward (the
+  sums of dO O, the gradients, and their conversion to 16 bit). In the packed layout `varlen_attn` launches one more,
+  which sets a random state to zero. With a mask it is torch's memory-efficient kernel: one forward, one backward.
 - The backward pass of torch's LayerNorm is two kernels, each of which reads the gradient and the input.
-- The gradients of parameters are those of an update's first micro-batch, which are kept and not added to older ones.
 
 Work on the CPU, such as drawing dropout's seeds, is not counted.
 """
@@ -25,37 +26,45 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.kernels import attention
+from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.kernels import attention as kernels_of_attention
+from deepspeed_nmt.kernels import choice
 from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.fused import use_kernels
+from deepspeed_nmt.parallel.world import World
 
 DIM, FFN, HEADS, LENGTH, VOCABULARY = 1024, 4096, 16, 32, 1000
 H100 = (9, 0)
-ATTENTION = {"forward": 1, "backward": 3}
-"""Kernels of FlashAttention."""
+MORE_LAYERS = 8
+FLASH, VARLEN, EFFICIENT = (1, 3), (2, 3), (1, 1)
+"""Kernels of attention, forward and backward."""
+PIECE, PIECES, LIST = 65536, 320, 64
+"""Elements of a piece, and pieces and tensors of a list, that one kernel takes."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten._addmm_activation}
 _ALLOCATIONS = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
 }  # fmt: skip
-_OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_}
+_LISTS = {_aten._foreach_copy_, _aten._foreach_add_}
+_OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_, _aten._foreach_copy_}
 """Operations that do not read the tensor that they change."""
 
 
@@ -63,8 +72,8 @@ _OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_}
 class Count:
     """Kernels launched and bytes moved outside of matrix products, in the forward and the backward pass."""
 
-    forward: int
-    backward: int
+    forward: float
+    backward: float
     forward_bytes: float
     backward_bytes: float
 
@@ -73,13 +82,13 @@ class Count:
         """Bytes moved in both passes."""
         return self.forward_bytes + self.backward_bytes
 
-    def minus(self, other: Count, tokens: int) -> Count:
-        """Return the difference to ``other``, with bytes a token."""
+    def layer(self, other: Count, tokens: int) -> Count:
+        """Return the mean of the layers that ``other`` lacks, with bytes a token."""
         return Count(
-            self.forward - other.forward,
-            self.backward - other.backward,
-            (self.forward_bytes - other.forward_bytes) / tokens,
-            (self.backward_bytes - other.backward_bytes) / tokens,
+            (self.forward - other.forward) / MORE_LAYERS,
+            (self.backward - other.backward) / MORE_LAYERS,
+            (self.forward_bytes - other.forward_bytes) / MORE_LAYERS / tokens,
+            (self.backward_bytes - other.backward_bytes) / MORE_LAYERS / tokens,
         )
 
 
@@ -87,7 +96,7 @@ class Launches(TorchDispatchMode):
     """Counter of the kernels and bytes of everything on the meta device inside its ``with`` block.
 
     Attributes:
-        phase: "forward" or "backward", to be set by the caller.
+        phase: "forward" or "backward", to be set by :meth:`follow` or the caller.
         kernels: kernels launched, by phase.
         bytes: bytes moved outside of matrix products, by phase.
     """
@@ -95,8 +104,21 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phase = "forward"
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count."""
         self.kernels = {"forward": 0, "backward": 0}
         self.bytes = {"forward": 0, "backward": 0}
+
+    def follow(self, module: nn.Module) -> None:
+        """Set the phase when the module's forward pass begins and ends."""
+
+        def enter(phase: str) -> None:
+            self.phase = phase
+
+        module.register_forward_pre_hook(lambda *_: enter("forward"))
+        module.register_forward_hook(lambda *_: enter("backward"))
 
     def launch(self, tensors: Iterator[Tensor], kernels: int = 1, product: bool = False) -> None:
         """Count an operation that reads or writes these tensors, each as often as it is given."""
@@ -111,6 +133,10 @@ class Launches(TorchDispatchMode):
         result = func(*args, **kwargs)
         inputs, outputs = list(_tensors([*args, *kwargs.values()])), list(_tensors([result]))
         operation = func.overloadpacket
+        if operation in _LISTS:
+            changed = [] if operation in _OVERWRITES else list(args[0])
+            self.launch(iter([*inputs, *changed]), kernels=_list_kernels(args[0]))
+            return result
         if all(each.device.type != "meta" for each in outputs) or operation in _ALLOCATIONS:
             return result
         if not func._schema.is_mutable and _shares_memory(inputs, outputs):
@@ -132,12 +158,24 @@ class Launches(TorchDispatchMode):
         def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
             self.launch(_tensors(arguments))
 
-        def attend(*_: Any, **__: Any) -> None:
-            self.launch(iter(()), ATTENTION[self.phase], product=True)
+        def attention(real: Any, kernels_of: Any) -> Any:
+            def attend(q: Tensor, k: Tensor, v: Tensor, seen: Any, *rest: Any) -> Tensor:
+                forward, backward = kernels_of(seen)
+                self.launch(iter(()), forward, product=True)
+                out: Tensor = real(q, k, v, seen, *rest)
+                if out.requires_grad:
+                    out.register_hook(lambda _: self.launch(iter(()), backward, product=True))
+                return out
 
+            return attend
+
+        varlen = attention(choice.planned_attention, lambda seen: VARLEN)
+        padded = attention(choice.sdpa, lambda mask: FLASH if mask is None else EFFICIENT)
         with (
             mock.patch.object(triton_ops, "_launch", launch),
-            mock.patch.object(attention, "_multiply", attend),
+            mock.patch.object(kernels_of_attention, "_multiply", lambda *_, **__: None),
+            mock.patch.object(choice, "planned_attention", varlen),
+            mock.patch.object(choice, "sdpa", padded),
             self,
         ):
             yield self
@@ -152,6 +190,18 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _list_kernels(tensors: Sequence[Tensor]) -> int:
+    """Return the number of kernels of an operation on lists, the first of which has these tensors."""
+    kernels = pieces = held = 0
+    for tensor in tensors:
+        held += 1
+        for rest in range(-(-tensor.numel() // PIECE) - 1, -1, -1):
+            pieces += 1
+            if pieces == PIECES or (held == LIST and not rest):
+                kernels, pieces, held = kernels + 1, 0, int(rest > 0)
+    return kernels + (pieces > 0)
+
+
 def _size(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements; those of an expanded one are there once."""
     numbers = zip(tensor.shape, tensor.stride(), strict=True)
@@ -163,50 +213,69 @@ def _shares_memory(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     return any(each.untyped_storage()._cdata in storages for each in outputs)
 
 
-def _batch(tokens: int) -> Batch:
-    def of(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int64, device="meta")
-
+def _batch(tokens: int, layout: str) -> Batch:
     rows = tokens // LENGTH
+    shape = (1, rows * LENGTH) if layout == "packed" else (rows, LENGTH)
+
+    def of(*size: int) -> Tensor:
+        return torch.zeros(*size, dtype=torch.int64, device="meta")
+
+    segments = Segments.of([LENGTH] * rows, rows * LENGTH).to(lambda tensor: tensor.to("meta"))
+    # One source position of a padded batch counts as padding: batches without any are rare.
     return Batch(
-        source_BS=of(rows, LENGTH),
-        target_input_BT=of(rows, LENGTH),
-        target_output_BT=of(rows, LENGTH),
+        source_BS=of(*shape),
+        target_input_BT=of(*shape),
+        target_output_BT=of(*shape),
         sentence_ids_B=of(rows),
-        source_tokens=tokens,
+        source_tokens=tokens - (layout == "padded"),
         target_tokens=tokens,
         pad=0,
         update=UpdateInfo(seed=1, number=1, tokens=tokens, sentences=rows),
+        source_segments=segments if layout == "packed" else None,
+        target_segments=segments if layout == "packed" else None,
     )
 
 
-def count(layers: tuple[int, int], tokens: int, **settings: Any) -> Count:
-    """Count a micro-batch of a Transformer with this many encoder and decoder layers and further settings."""
+def count(layers: tuple[int, int], tokens: int, layout: str, **settings: Any) -> tuple[Count, Count]:
+    """Count the first and the second micro-batch of an update of a Transformer.
+
+    Args:
+        layers: numbers of encoder and decoder layers.
+        tokens: target tokens, and as many source tokens, of a micro-batch.
+        layout: of the micro-batches.
+        settings: of the model, besides those of BIG.
+    """
     vocabulary = Vocabulary(VOCABULARY)
     shape = {"dim": DIM, "ffn_dim": FFN, "heads": HEADS, "encoder_layers": layers[0], "decoder_layers": layers[1]}
     with torch.device("meta"):
-        model = build_transformer(TransformerConfig(**{**shape, **settings}), vocabulary).to(torch.bfloat16)
+        model = build_transformer(TransformerConfig(**{**shape, **settings}), vocabulary)
     use_kernels(model, Kernels().planned_for(H100))
-    module = TrainModule(model, Objective(LabelSmoothed(0.1, vocabulary.pad))).train()
+    module = TrainModule(model, Objective(LabelSmoothed(0.1, vocabulary.pad)))
+    optimizer = torch.optim.Adam(module.parameters())
+    engine = PlainEngine(module, optimizer, 1.0, "bf16", World(0, 1, 0, torch.device("meta")))
+    counts = []
     with Launches().counting() as found:
-        loss = module(_batch(tokens)).loss
-        found.phase = "backward"
-        loss.backward()
-    return Count(*found.kernels.values(), *found.bytes.values())
+        found.follow(module)
+        for _ in range(2):
+            found.clear()
+            engine._backward(_batch(tokens, layout), 1.0)
+            counts.append(Count(*found.kernels.values(), *found.bytes.values()))
+    return counts[0], counts[1]
 
 
-def count_layers(tokens: int = 8192, **settings: Any) -> tuple[Count, Count]:
-    """Count an encoder layer and a decoder layer, with bytes a token.
+def count_layers(tokens: int = 8192, layout: str = "packed", **settings: Any) -> dict[str, tuple[Count, Count]]:
+    """Count a layer of each side in the first and the second micro-batch of an update, with bytes a token.
 
-    Args:
-        tokens: target tokens, and as many source tokens, of the micro-batch.
-        settings: of the model, besides those of BIG.
+    Arguments are those of :func:`count`.
     """
-    base = count((2, 2), tokens, **settings)
-    return (
-        count((3, 2), tokens, **settings).minus(base, tokens),
-        count((2, 3), tokens, **settings).minus(base, tokens),
-    )
+    base = count((1, 1), tokens, layout, **settings)
+    more = 1 + MORE_LAYERS
+    sides = {"encoder": (more, 1), "decoder": (1, more)}
+    found = {}
+    for side, layers in sides.items():
+        first, second = count(layers, tokens, layout, **settings)
+        found[side] = first.layer(base[0], tokens), second.layer(base[1], tokens)
+    return found
 
 
 def main() -> None:
@@ -215,17 +284,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of the micro-batch (default: %(default)s)")
     parser.add_argument("--norm", choices=("pre", "post", "deepnorm"), default="pre", help="(default: %(default)s)")
     parser.add_argument("--activation", choices=("relu", "gelu"), default="relu", help="(default: %(default)s)")
+    parser.add_argument("--layout", choices=("packed", "padded"), default="packed", help="(default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.tokens < LENGTH:
         parser.error(f"--tokens must be at least {LENGTH}, the length of a sentence, but is {arguments.tokens}")
     if not is_installed("softmax", "triton"):
         parser.error("this needs Triton, which is not installed; run `pip install triton`")
-    sys.stdout.write("layer      kernels  forward + backward    kB a token  forward + backward\n")
-    layers = count_layers(arguments.tokens, norm=arguments.norm, activation=arguments.activation)
-    for name, found in zip(("encoder", "decoder"), layers, strict=True):
-        kernels = f"{found.forward + found.backward:>7}  {found.forward} + {found.backward}"
-        moved = f"{found.forward_bytes / 1e3:.1f} + {found.backward_bytes / 1e3:.1f}"
-        sys.stdout.write(f"{name:<10} {kernels:<28}  {found.bytes / 1e3:>9.1f}  {moved}\n")
+    sys.stdout.write("layer    micro-batch   kernels  forward + backward    kB a token  forward + backward\n")
+    settings = {"norm": arguments.norm, "activation": arguments.activation}
+    for side, counts in count_layers(arguments.tokens, arguments.layout, **settings).items():
+        for which, found in zip(("first", "later"), counts, strict=True):
+            kernels = f"{found.forward + found.backward:>8.1f}  {found.forward:.1f} + {found.backward:.1f}"
+            moved = f"{found.forward_bytes / 1e3:.1f} + {found.backward_bytes / 1e3:.1f}"
+            sys.stdout.write(f"{side:<8} {which:<12} {kernels:<30} {found.bytes / 1e3:>11.1f}  {moved}\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
@@ -58,7 +58,7 @@ def main() -> None:
         runs = {}
         for layout in LAYOUTS:
             config = BatchConfig(update_tokens=8192, micro_tokens=2048, layout=layout)
-            runs[layout] = engine(), TrainLoader(corpus, config, 1, 0, 1, VOCABULARY).updates(Cursor(), 1)
+            runs[layout] = engine(), TrainLoader.of_corpus(corpus, config, 1, 0, 1, VOCABULARY).updates(Cursor(), 1)
         seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
         empty: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
         counts: dict[str, int] = dict.fromkeys(LAYOUTS, 0)

@@ -54,7 +54,7 @@ def _start(directory: Path, kind: str, layout: str, share: float) -> dict[str, f
     from deepspeed_nmt.data.batching import BatchConfig
     from deepspeed_nmt.data.corpus import Corpus
     from deepspeed_nmt.data.loader import TrainLoader
-    from deepspeed_nmt.data.plans import Cursor
+    from deepspeed_nmt.data.update_order import Cursor
 
     before, peak, done = _own_memory(), [0.0], threading.Event()
 
@@ -66,8 +66,8 @@ def _start(directory: Path, kind: str, layout: str, share: float) -> dict[str, f
     watcher.start()
     started = time.perf_counter()
     config = BatchConfig.model_validate({"plan": kind, "layout": layout})
-    loader = TrainLoader(Corpus(directory, "train"), config, 1, 0, 8, Vocabulary(32000))
-    update = int(share * loader.plan.updates_in(0))
+    loader = TrainLoader.of_corpus(Corpus(directory, "train"), config, 1, 0, 8, Vocabulary(32000))
+    update = int(share * loader.order.updates_in(0))
     ready = time.perf_counter()
     next(loader.updates(Cursor(0, update), update + 1))
     ended = time.perf_counter()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from timing import parser, random_batch, synchronise
 
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.gathering import checkpoint_bytes
+from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import shown_bytes
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -88,7 +89,7 @@ def main() -> int:
                 started = time.perf_counter()
                 saver.save(Progress(update=number), must=False)
                 waited[save].append(time.perf_counter() - started)
-                while saver.is_writing:
+                while any(thread.name == "checkpoint" for thread in threading.enumerate()):
                     meanwhile.append(update())
                 saver.finish()
                 if save == "background":

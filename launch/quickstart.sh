@@ -6,7 +6,8 @@
 #   SOURCE TARGET   your own text, one sentence a line: line N of TARGET translates line N of SOURCE. 5% of the pairs
 #                   (at most 500) are held out for validation, and as many for the test. Also as SOURCE=... TARGET=...
 #                   [a generated sample corpus]
-#   --fresh         remove what an earlier start made in OUT, and start over [resume after the last completed step]
+#   --fresh         remove what an earlier run of this script made in OUT, and start over [resume after the last
+#                   completed step]
 #   --system        install missing system packages (python3, python3-venv) with apt-get [never]
 #   --lock LOCK     requirements to install: cpu, cuda or v100; also as LOCK=... [chosen for this machine]
 #   --wheelhouse D  install without a network from the directory D of launch/wheelhouse.sh; also as WHEELHOUSE=...
@@ -17,7 +18,7 @@
 #
 # Settings from the environment:
 #
-#   OUT              directory of the results: new, empty, or of an earlier start [quickstart/]
+#   OUT              directory of the results: new, empty, or written by this script [quickstart/]
 #   RANKS            number of processes [one for each GPU; without a GPU 2]
 #   VOCAB_SIZE       tokens of the joint vocabulary [500, 2,000 or 8,000, depending on the size of the text]
 #   VENV             virtual environment [.venv]
@@ -89,7 +90,7 @@ describe_input() {
     fi
 }
 
-# Make $OUT, unless it is of an earlier start, and mark it by a file with the identifier of the input.
+# Make $OUT, unless an earlier run of this script has, and mark it by a file with the identifier of the input.
 claim_out() {
     local input
     [ -d "$OUT" ] || [ ! -e "$OUT" ] || die "OUT must be a directory, but $OUT is a file; set OUT to another path"
@@ -118,11 +119,11 @@ remove_results() {
         "$OUT/data"/{train,valid,test}.{source,target}{,.*.bin}
     rm -f "$RUN"/{config.yaml,{data,resolved,environment,origin,manifest}.json,manifest.json.sha256,{metrics,events}.jsonl,.lock} \
         "$RUN"/vocabulary.{model,json,*.json}
-    rm -rf "$RUN"/{checkpoints,logs,tensorboard}
+    rm -rf "$RUN"/{checkpoints,logs,tensorboard,validation}
     rmdir "$TEXT" "$OUT/data" "$RUN" 2>/dev/null || true
 }
 
-# step NUMBER OUTPUT...: run the function that STEPS names, unless an earlier start of this script has completed it and
+# step NUMBER OUTPUT...: run the function that STEPS names, unless an earlier run of this script has completed it and
 # each OUTPUT still exists. The steps after one that runs are done again.
 step() {
     local name="${STEPS[$1 - 2]}" complete=yes file

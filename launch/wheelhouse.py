@@ -228,7 +228,7 @@ def plain(requirement: Requirement) -> str:
 
 
 def claim(out: Path, target: Target) -> None:
-    """Make the directory, unless it is that of an earlier start.
+    """Make the directory, unless it is written by this script.
 
     Raises:
         WheelhouseError: if it has other files, or is for another kind of machine.
@@ -237,7 +237,7 @@ def claim(out: Path, target: Target) -> None:
     mark = out / "wheelhouse.txt"
     if not mark.exists() and any(out.iterdir()):
         raise WheelhouseError(
-            f"--out must be new, empty, or of an earlier start, but {out} has other files; give another"
+            f"--out must be new, empty, or written by this script, but {out} has other files; give another"
         )
     if mark.exists():
         words = mark.read_text(encoding="utf-8").split("also=")[0]

@@ -4,7 +4,7 @@
 #
 #   launch/wheelhouse.sh --out DIR [--lock cpu|cuda|v100] [--python 3.12] [--machine x86_64] [--test] [--docs]
 #
-#   --out DIR      directory of the wheels: new, empty, or of an earlier start, which it completes
+#   --out DIR      directory of the wheels: new, empty, or written by this script, which completes it
 #   --lock LOCK    requirements to collect: cpu, cuda or v100; also as LOCK=... [for this machine, which may have no GPU
 #                  although those that compute have]
 #   --python V     Python of the machines that install [that of this machine]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths
 from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.mixture import MixturePlan, Phase, Stream, Weight
-from deepspeed_nmt.data.plans import Cursor, EpochPlan
+from deepspeed_nmt.data.mixture import MixtureOrder, Phase, Stream, Weight
 from deepspeed_nmt.data.tokenizer import EOS
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.parallel.world import World
@@ -59,11 +60,11 @@ class LengthsOnly(Corpus):
         return int(self._sides[1].sum())
 
 
-def planned_epoch(source: Lengths, target: Lengths, update_tokens: int, seed: int = 1, epoch: int = 0) -> Window:
+def epoch_window(source: Lengths, target: Lengths, update_tokens: int, seed: int = 1, epoch: int = 0) -> Window:
     """Return all updates of an epoch of a corpus with these lengths; rows are its indices."""
-    plan = EpochPlan(Corpora.of(LengthsOnly(source, target)), seed, update_tokens)
-    places = [plan.place(Cursor(epoch, update), 0) for update in range(plan.updates_in(epoch))]
-    return Window.joined([plan.window(key) for key in dict.fromkeys(place.window for place in places)])
+    order = EpochOrder(Corpora.of(LengthsOnly(source, target)), seed, update_tokens)
+    places = [order.place(Cursor(epoch, update), 0) for update in range(order.updates_in(epoch))]
+    return Window.joined([order.window(key) for key in dict.fromkeys(place.window for place in places)])
 
 
 def free_port() -> int:
@@ -190,8 +191,8 @@ def parity_loader(directory: Path, world: World, engine: str = "plain", mixture:
         for part, weights in ((first, (Weight(value=2.0),)), (second, schedule))
     )
     corpora, phase = Corpora([first, second]), Phase(first=1, temperature=0.0, streams=streams)
-    plan = MixturePlan(corpora, 5, batches.update_tokens, phase, 1000)
-    return TrainLoader(corpora, loader.config, 5, world.data_rank, world.data_ranks, loader.vocabulary, plan)
+    order = MixtureOrder(corpora, 5, batches.update_tokens, phase, 1000)
+    return TrainLoader(order, loader.config, world.data_rank, world.data_ranks, loader.vocabulary)
 
 
 def write_mixture(directory: Path) -> None:
@@ -232,13 +233,18 @@ def change_settings(run: Path, config: Mapping[str, object]) -> None:
 
 
 def assert_same(run: Path, other: Path, update: int = 12) -> None:
-    """Assert that the checkpoints of two runs are equal bit for bit, with the moments of weights that have them."""
+    """Assert that the checkpoints of two runs are equal bit for bit.
+
+    Compared are weights, their moments if they have them, scalars, and the progress but for the time that it took.
+    """
     first = Checkpoint(run / "checkpoints" / f"update-{update:07d}")
     second = Checkpoint(other / "checkpoints" / f"update-{update:07d}")
     assert first.scalars == second.scalars
     for name, weight in first.weights().items():
         assert torch.equal(weight, second.weight(name)), name
-        moments = [f"{name}.exp_avg" in each._where["moments"] for each in (first, second)]
-        assert moments[0] == moments[1], name
-        if moments[0]:
-            assert torch.equal(first.moment(name, "exp_avg"), second.moment(name, "exp_avg")), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moments = [f"{name}.{kind}" in each._where["moments"] for each in (first, second)]
+            assert moments[0] == moments[1], name
+            if moments[0]:
+                assert torch.equal(first.moment(name, kind), second.moment(name, kind)), name
+    assert replace(first.progress, train_seconds=0.0) == replace(second.progress, train_seconds=0.0)

@@ -25,6 +25,7 @@ HELPERS = {
         "randomness",
         "huggingface",
         "text",
+        "deep_shallow",
     )
 }
 MAY_IMPORT = {

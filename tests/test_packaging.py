@@ -237,8 +237,10 @@ def test_quickstart_resumes(stubs: dict[str, str]) -> None:
     assert again.returncode == 0, again.stderr
     assert commands(stubs) == ["deepspeed-nmt translate", "deepspeed-nmt score"]
     assert f"tensorboard --logdir {stubs['OUT']}/run" in again.stdout
+    (translations := Path(stubs["OUT"], "run", "validation", "main")).mkdir(parents=True)
+    (translations / "update-0000400.txt").touch()
     assert run_script("quickstart.sh", "--fresh", **stubs).returncode == 0
-    assert len(commands(stubs)) == 5
+    assert len(commands(stubs)) == 5 and not translations.exists()
 
 
 def test_quickstart_does_again_what_was_deleted(stubs: dict[str, str]) -> None:

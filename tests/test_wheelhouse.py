@@ -186,7 +186,7 @@ def test_a_wheelhouse_that_does_not_fit_is_refused(repository: Path, wheelhouse:
 def test_a_directory_that_cannot_be_filled_is_refused(repository: Path, wheelhouse: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     for out, words, message in (
-        (tmp_path, (), "--out must be new, empty, or of an earlier start, but"),
+        (tmp_path, (), "--out must be new, empty, or written by this script, but"),
         (wheelhouse, ("--python", "3.19"), "--out is for lock=cpu, python="),
         (wheelhouse, ("--lock", "gpu"), "--lock must be cpu, cuda or v100, but is 'gpu'"),
         (wheelhouse, ("--python", "3"), "--python must be a version such as 3.12, but is '3'"),

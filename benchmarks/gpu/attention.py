@@ -3,8 +3,8 @@
 Padded micro-batches nearly all have shapes of their own. `first_ms` is the mean time of a call, launches and plans
 included, over up to 200 different shapes; `again_ms` the same over the same shapes once more, when all plans are
 cached; `one_ms` over as many calls with one of the shapes. `kernel_ms` is the time of that one's kernels alone.
-`same` is torch's own choice in a process that has not been told anything, `ours` that of `Kernels.attention`.
-`varlen` attends to the same sentences packed end to end.
+"torch's choice" is that of a process that has not been told anything, `ours` that of `Kernels.attention`. `varlen`
+attends to the same sentences packed end to end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from harness import Bench, DeviceTimer, Skipped, Values, sentence_lengths, synch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deepspeed_nmt.data.batching import BatchConfig, cut_update
+from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.windows import Window
-from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.kernels.segments import SegmentPair, Segments, attention_by_varlen, has_varlen
 
 SHAPES, HEADS, TINY_HEADS, WIDTH = 200, 16, 2, 64
@@ -63,7 +63,7 @@ def micro_batches(kind: str, count: int, tokens: int) -> list[Sentences]:
     sides = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}[kind]
     found: dict[tuple[int, ...], Sentences] = {}
     for number in range(len(updates)):
-        for group in cut_update(updates[number], source, target, 1, config)[0]:
+        for group in divide_update(updates[number], source, target, 1, config)[0]:
             queries, keys = (side[group].tolist() for side in sides)
             found.setdefault((len(group), max(queries), max(keys)), Sentences(queries, keys))
     return list(found.values())[:count]

@@ -3,15 +3,19 @@
 All weights are random, so hypotheses hardly end before the limit. With sentences of *equal* lengths both programs
 make the same number of steps. Those of *mixed* lengths have limits of their own, so that they end one after another,
 as real sentences do; `generate` has one limit for all.
+
+`graphs` is the number of CUDA graphs that were recorded, and `replayed` the share of the timed steps that were
+replayed. If graphs are wanted and steps run without them, the row fails, and has no time.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, get_args
 
 import torch
 from harness import Bench, Skipped, Values, wall_seconds
@@ -21,15 +25,17 @@ from training import TINY
 
 from deepspeed_nmt.build import build_kernels, build_model
 from deepspeed_nmt.config import RunConfig, load_config
-from deepspeed_nmt.engine.config import DTYPES
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch, Steps
 from deepspeed_nmt.search.precision import prepare_to_decode
 
-SENTENCES, LAYERS, BEAMS, SOURCE, STEPS = (1, 32, 256), (6, 27), (1, 4), 26, 32
+SENTENCES, LAYERS, BEAMS, SOURCE, STEPS = (1, 64, 256), (6, 27, 15), (4, 1), 26, 32
+LEAST_REPLAYED = 0.9
+"""Share of steps that must be replayed in a row of graphs."""
 GENERATE = "HF generate"
-WAYS = ("graphs", "static", "growing", GENERATE)
-"""Ways to take the steps, each a :data:`~deepspeed_nmt.search.beam.Steps` or the other program; `translate` on a GPU
-takes graphs."""
+WAYS = ("graphs", "static", "growing")
+"""Ways to take the steps, each a :data:`~deepspeed_nmt.search.beam.Steps`; `translate` on a GPU takes graphs."""
 
 
 def decoding_config(layers: int, beam: int, steps: int, tiny: bool) -> RunConfig:
@@ -39,48 +45,95 @@ def decoding_config(layers: int, beam: int, steps: int, tiny: bool) -> RunConfig
     return load_config("transformer_big", settings=[*(TINY if tiny else ()), *depth, *limits])
 
 
-def decoder(way: str, precision: str, config: RunConfig, bench: Bench) -> Callable[[Tensor, int], object]:
-    """Build a model, and return a function of sources, and of the steps that it makes."""
-    beam = config.search.width
-    if way == GENERATE:
-        marian = build_marian(config, bench.vocabulary, bench.device).to(DTYPES[precision]).eval()
-        return lambda source_BS, steps: marian.generate(
+@dataclass(frozen=True)
+class Translator:
+    """One way to translate.
+
+    Attributes:
+        translate: function of sources, and of the steps that it makes.
+        recorded: the search whose steps must be replayed; None if they need not.
+    """
+
+    translate: Callable[[Tensor, int], object]
+    recorded: BeamSearch | None = None
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of graphs, of steps, and of replayed steps so far."""
+        static = None if self.recorded is None else self.recorded._static
+        if static is None:
+            return 0, 0, 0
+        return len(static.replays), static.replays.steps, static.replays.replayed
+
+
+def our_model(layers: int, bench: Bench) -> TranslationModel:
+    """Build our model, ready to decode."""
+    config = decoding_config(layers, 1, STEPS, bench.tiny)
+    model = build_model(config, bench.vocabulary, build_kernels(config)).eval()
+    prepare_to_decode(model, bench.device, bench.half)
+    return model
+
+
+def ours(model: TranslationModel, way: str, config: RunConfig, bench: Bench) -> Translator:
+    """Return one of our ways to translate."""
+    if way == "graphs" and not bench.on_gpu:
+        raise Skipped("CUDA graphs need a GPU")
+    assert way in get_args(Steps) and isinstance(config.search, BeamConfig)
+    search = BeamSearch(config.search, model, bench.vocabulary, way)  # type: ignore[arg-type]
+
+    def translate(source_BS: Tensor, steps: int) -> object:
+        return search.search(source_BS, padded=bool(source_BS.eq(bench.vocabulary.pad).any()))
+
+    return Translator(translate, search if way == "graphs" else None)
+
+
+def their_model(layers: int, bench: Bench) -> Any:
+    """Build the other program's model."""
+    config = decoding_config(layers, 1, STEPS, bench.tiny)
+    return build_marian(config, bench.vocabulary, bench.device).to(DTYPES[bench.half]).eval()
+
+
+def theirs(marian: Any, beam: int) -> Translator:
+    """Return the other program's way to translate."""
+
+    def translate(source_BS: Tensor, steps: int) -> object:
+        return marian.generate(
             input_ids=source_BS,
             attention_mask=torch.ones_like(source_BS),
             num_beams=beam,
             max_new_tokens=steps,
             min_new_tokens=steps,
         )
-    if way == "graphs" and not bench.on_gpu:
-        raise Skipped("CUDA graphs need a GPU")
-    assert way in get_args(Steps) and isinstance(config.search, BeamConfig)
-    model = build_model(config, bench.vocabulary, build_kernels(config)).eval()
-    prepare_to_decode(model, bench.device, precision)
-    search = BeamSearch(config.search, model, bench.vocabulary, way)  # type: ignore[arg-type]
-    return lambda source_BS, steps: search.search(source_BS, padded=bool(source_BS.eq(bench.vocabulary.pad).any()))
+
+    return Translator(translate)
 
 
-def measure(translate: Callable[[Tensor, int], object], source_BS: Tensor, steps: int, bench: Bench) -> Values:
-    """Translate a batch a few times, and return the columns of the table."""
+def measure(translator: Translator, source_BS: Tensor, steps: int, bench: Bench) -> Iterator[Values]:
+    """Translate a batch a few times, and yield the columns of the table."""
     tokens = int(source_BS.ne(bench.vocabulary.pad).sum()) + len(source_BS) * (steps - source_BS.shape[1])
-    with torch.inference_mode():
-        for _ in range(1 if bench.tiny else 4):  # graphs are recorded when their sizes have occurred a few times
-            wall_seconds(lambda: translate(source_BS, steps), bench.device)
-        if bench.on_gpu:
-            torch.cuda.reset_peak_memory_stats(bench.device)
-        rounds = 1 if bench.tiny else 3
-        seconds = statistics.median(
-            wall_seconds(lambda: translate(source_BS, steps), bench.device) for _ in range(rounds)
-        )
-    values = {
+
+    def seconds_of(rounds: int) -> list[float]:
+        with torch.inference_mode():
+            return [wall_seconds(lambda: translator.translate(source_BS, steps), bench.device) for _ in range(rounds)]
+
+    seconds_of(1 if bench.tiny else 4)  # graphs are recorded when their sizes have occurred a few times
+    if bench.on_gpu:
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    _, steps_before, replayed_before = translator.counts()
+    seconds = statistics.median(seconds_of(1 if bench.tiny else 3))
+    if translator.recorded is not None:
+        graphs, steps_after, replayed = translator.counts()
+        share = (replayed - replayed_before) / max(1, steps_after - steps_before)
+        yield {"graphs": graphs, "replayed": share}
+        if share < LEAST_REPLAYED:
+            raise RuntimeError(f"{share:.0%} of the steps were replayed, so this is not the time of graphs")
+    yield {
         "seconds": seconds,
         "sentences_per_s": len(source_BS) / seconds,
         "tokens_per_s": tokens / seconds,
         "step_ms": 1e3 * seconds / steps,
     }
     if bench.on_gpu:
-        values["peak_gib"] = torch.cuda.max_memory_allocated(bench.device) / 2**30
-    return values
+        yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / 2**30}
 
 
 def sources(count: int, mixed: bool, bench: Bench) -> Tensor:
@@ -98,25 +151,45 @@ def sources(count: int, mixed: bool, bench: Bench) -> Tensor:
 
 
 def run(bench: Bench) -> None:
-    """Measure all sizes."""
+    """Measure all sizes, the most wanted first, in case the time runs out."""
     counts, depths, extra = ((1, 2), (2,), 3) if bench.tiny else (SENTENCES, LAYERS, STEPS - SOURCE)
     beams = (2,) if bench.tiny else BEAMS
-    for layers, beam, way in itertools.product(depths, beams, WAYS):
-        config = decoding_config(layers, beam, SOURCE + extra, bench.tiny)
-        built = lru_cache(partial(decoder, way, bench.half, config, bench))
-        cases = [(count, False) for count in counts]
-        if way != GENERATE:
-            cases.append((max(counts), True))
-        for count, mixed in cases:
-            source_BS = sources(count, mixed, bench)
-            steps = source_BS.shape[1] + extra
-            bench.measure(
-                lambda built=built, source_BS=source_BS, steps=steps: measure(built(), source_BS, steps, bench),
-                layers=layers,
-                beam=beam,
-                sentences=count,
-                lengths="mixed" if mixed else "equal",
-                program=way if way == GENERATE else "deepspeed_nmt",
-                steps="-" if way == GENERATE else way,
-                precision=bench.half,
-            )
+    equal = [(count, False) for count in counts]
+    for layers in depths:
+        model = cache(partial(our_model, layers, bench))  # of all our ways; built by the first row that needs it
+        for beam, way in itertools.product(beams, WAYS):
+            config = decoding_config(layers, beam, SOURCE + extra, bench.tiny)
+            made = cache(lambda way=way, config=config, model=model: ours(model(), way, config, bench))
+            for count, mixed in [*equal, (max(counts), True)]:
+                add_row(made, layers, beam, way, count, mixed, extra, bench)
+        model.cache_clear()
+        model = cache(partial(their_model, layers, bench))
+        for beam in beams:
+            made = cache(lambda beam=beam, model=model: theirs(model(), beam))
+            for count, mixed in equal:
+                add_row(made, layers, beam, GENERATE, count, mixed, extra, bench)
+
+
+def add_row(
+    translator: Callable[[], Translator],
+    layers: int,
+    beam: int,
+    way: str,
+    count: int,
+    mixed: bool,
+    extra: int,
+    bench: Bench,
+) -> None:
+    """Measure one way to translate, with sentences of one kind."""
+    source_BS = sources(count, mixed, bench)
+    steps = source_BS.shape[1] + extra
+    bench.measure(
+        lambda: measure(translator(), source_BS, steps, bench),
+        layers=layers,
+        beam=beam,
+        sentences=count,
+        lengths="mixed" if mixed else "equal",
+        program=way if way == GENERATE else "deepspeed_nmt",
+        steps="-" if way == GENERATE else way,
+        precision=bench.half,
+    )

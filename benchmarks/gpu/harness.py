@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.engine.config import Precision
+from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.planning.gpus import kind_of
 
 VOCABULARY, TINY_VOCABULARY = Vocabulary(33_000), Vocabulary(200)
@@ -48,12 +49,18 @@ class Bench:
         device: device to measure.
         tiny: True for a rehearsal, in which models and data are tiny and the figures meaningless.
         limit_s: seconds after which no further measurement is started.
+        only: rows to measure, each named by one of its labels; none for all.
     """
 
-    def __init__(self, part: str, out: Path, device: torch.device, tiny: bool, limit_s: float) -> None:
+    def __init__(
+        self, part: str, out: Path, device: torch.device, tiny: bool, limit_s: float, only: Iterable[str] = ()
+    ) -> None:
         self.part, self.out, self.device, self.tiny = part, out, device, tiny
         self.rows: list[dict[str, object]] = []
         self._started, self._limit_s = time.monotonic(), limit_s
+        self._only, self._known = frozenset(only), set[str]()
+        names = (f"{part}{suffix}" for suffix in itertools.chain([""], map("-{}".format, itertools.count(2))))
+        self._name = next(name for name in names if not (out / f"{name}.json").exists())
 
     @property
     def on_gpu(self) -> bool:
@@ -80,6 +87,22 @@ class Bench:
         """True if a measurement has failed; one that was skipped has not."""
         return any(str(row["status"]).startswith("failed") for row in self.rows)
 
+    @property
+    def unknown(self) -> list[str]:
+        """Names of rows to measure that no row has."""
+        return sorted(self._only - self._known)
+
+    @property
+    def known(self) -> list[str]:
+        """Names that rows have."""
+        return sorted(self._known)
+
+    def wants(self, **labels: object) -> bool:
+        """Return True if a row is to be measured."""
+        names = {str(value) for value in labels.values()}
+        self._known |= names
+        return not self._only or bool(names & self._only)
+
     def measure(self, run: Callable[[], Values | Iterator[Values]], **labels: object) -> Values:
         """Run a measurement and add its row. If it fails, the row says why, and the part goes on.
 
@@ -89,25 +112,32 @@ class Bench:
             labels: first columns of the row.
 
         Returns:
-            The values; empty if there are none.
+            The values; empty if there are none, or if the row is not wanted.
         """
+        if not self.wants(**labels):
+            return {}
         begun, status = time.monotonic(), "ok"
         values: dict[str, object] = {}
+        row: dict[str, object] = {**labels, "status": "not finished"}
+        self.rows.append(row)
         try:
             if self.seconds_left <= 0.0:
                 raise Skipped("no time left")
             found = run()
             for each in [found] if isinstance(found, Mapping) else found:
                 values |= each
+                row.update(each)
+                self._save()
         except Skipped as reason:
             status = f"skipped: {reason}"
         except Exception as error:
             traceback.print_exc()
             status = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        self.rows.append({**labels, **values, "status": status})
+        del row["status"]
+        row["status"] = status  # the last column
         self._save()
         spent = time.monotonic() - begun
-        shown = " ".join(f"{name}={_cell(value)}" for name, value in self.rows[-1].items())
+        shown = " ".join(f"{name}={_cell(value)}" for name, value in row.items())
         sys.stdout.write(f"{self.part} [{spent:.1f} s]: {shown}\n")
         sys.stdout.flush()
         gc.collect()
@@ -117,18 +147,18 @@ class Bench:
         return values
 
     def _save(self) -> None:
-        """Write PART.json and PART.md."""
+        """Write PART.json and PART.md; PART-2.json if there are results of an earlier run, and so on."""
         seconds = time.monotonic() - self._started
         about = {"part": self.part, **environment(self.device), "tiny": self.tiny, "seconds": round(seconds, 1)}
         self.out.mkdir(parents=True, exist_ok=True)
         content = json.dumps({**about, "rows": self.rows}, indent=1, default=str)
-        (self.out / f"{self.part}.json").write_text(content + "\n", encoding="utf-8")
+        (self.out / f"{self._name}.json").write_text(content + "\n", encoding="utf-8")
         columns = [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "status"]
         columns.append("status")
         lines = [f"**{self.part}**: " + ", ".join(f"{name} {_cell(value)}" for name, value in about.items()), ""]
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row.get(name)) for name in columns) + " |" for row in self.rows]
-        (self.out / f"{self.part}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (self.out / f"{self._name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _cell(value: object) -> str:

@@ -19,10 +19,10 @@ import torch
 from harness import Bench, DeviceTimer, Values
 from torch import Tensor
 
-from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.kernels import backends, torch_ops
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.kernels.cross_entropy import chunk_rows
+from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.kernels.rows import ChunkResult, ChunkRows
 from deepspeed_nmt.kernels.trial import compare
 

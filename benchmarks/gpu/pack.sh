@@ -11,7 +11,7 @@ case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 directory="${1:-.gpu}" python="${PYTHON:-python3}" version="${PYTHON_VERSION:-3.12}"
 locks=(requirements/common.txt requirements/test.txt)
-provided=(absl-py click colorama contourpy cycler einops filelock fonttools fsspec grpcio jinja2 joblib kiwisolver lxml
+provided=(absl-py click colorama contourpy cycler einops filelock fonttools fsspec grpcio jinja2 kiwisolver lxml
     markdown markupsafe matplotlib mpmath networkx ninja numpy packaging pillow portalocker protobuf psutil pyparsing
     python-dateutil pyyaml regex sacrebleu safetensors sentencepiece setuptools six sympy tabulate
     tensorboard-data-server tensorboard tqdm werkzeug)

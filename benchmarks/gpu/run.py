@@ -1,9 +1,10 @@
 """Run parts of the GPU benchmark, and write PART.json and PART.md for each.
 
-    python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS]
+    python benchmarks/gpu/run.py PART ... --out DIR [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME ...]
 
-Parts: smoke, kernels, attention, training, marian, decoding. `run.sh` runs each in a process of its own. The exit
-status is 1 if a measurement has failed; all others are made nevertheless.
+Parts: smoke, kernels, attention, training, marian, decoding. `run.sh` runs each in a process of its own. `--only`
+chooses rows by their labels in the table. The exit status is 1 if a measurement has failed, or a NAME is no label;
+all others are made nevertheless.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=400.0, help="seconds of a part, then it starts nothing new (default: 400)"
     )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows, by any of their labels")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch finds no GPU; rehearse with --device cpu --tiny")
@@ -40,13 +42,16 @@ def main() -> int:
         prepare_gpu(device)
     status = 0
     for part in arguments.parts:
-        bench = Bench(part, arguments.out, device, arguments.tiny, arguments.limit)
+        bench = Bench(part, arguments.out, device, arguments.tiny, arguments.limit, arguments.only)
         try:
             importlib.import_module(part).run(bench)
         except Exception:  # the other parts are still wanted
             traceback.print_exc()
             status = 1
-        status = status or int(bench.failed)
+        if bench.unknown:
+            names, known = ", ".join(bench.unknown), ", ".join(bench.known)
+            sys.stderr.write(f"--only must name rows of {part}, but names {names}; labels are {known}\n")
+        status = status or int(bench.failed or bool(bench.unknown))
     return status
 
 

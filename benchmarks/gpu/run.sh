@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Run parts of the GPU benchmark, each in a process of its own and within eight minutes. None ends another.
 #
-#   benchmarks/gpu/run.sh PART... [--out DIR] [--device cuda|cpu] [--tiny] [--limit SECONDS]
+#   benchmarks/gpu/run.sh PART... [--out DIR] [--device cuda|cpu] [--tiny] [--limit SECONDS] [--only NAME...]
 #
 # Parts: smoke, kernels, attention, training, marian, decoding, or all. Each writes PART.json and PART.md into DIR
-# (default: a temporary directory), row by row. `--device cpu --tiny` rehearses a part in seconds. $PYTHON names the
-# Python (default: python3). If pack.sh has collected packages, they are installed into a temporary directory first.
+# (default: a temporary directory), row by row. `--device cpu --tiny` rehearses a part in seconds. --only takes all words
+# up to the next option: rows by their labels, for instance `training --only big padded`. $PYTHON names the Python
+# (default: python3). If pack.sh has collected packages, they are installed into a temporary directory first.
 # The exit status is 1 if any part failed.
 set -uo pipefail
 case " $* " in *" --help "* | *" -h "*) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;; esac
 here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 python="${PYTHON:-python3}"
-parts=() options=() out=""
+parts=() options=() only=() out=""
 while [ $# -gt 0 ]; do
     case "$1" in
     all) parts+=(smoke kernels attention training marian decoding) && shift ;;
@@ -22,6 +23,11 @@ while [ $# -gt 0 ]; do
         shift 2
         ;;
     --tiny) options+=("$1") && shift ;;
+    --only)
+        shift
+        if [ $# -eq 0 ] || [ "${1#--}" != "$1" ]; then echo "--only must have a value" >&2 && exit 2; fi
+        while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do only+=("$1") && shift; done
+        ;;
     smoke | kernels | attention | training | marian | decoding) parts+=("$1") && shift ;;
     *)
         echo "PART must be smoke, kernels, attention, training, marian, decoding or all, but is '$1'" >&2
@@ -29,6 +35,7 @@ while [ $# -gt 0 ]; do
         ;;
     esac
 done
+[ ${#only[@]} -eq 0 ] || options+=(--only "${only[@]}")
 [ ${#parts[@]} -gt 0 ] || { sed -n '4p' "${BASH_SOURCE[0]}" >&2 && exit 2; }
 
 scratch="$(mktemp -d)"

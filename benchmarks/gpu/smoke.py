@@ -1,7 +1,8 @@
 """Do the tests pass on this GPU, which kernel of attention does torch take, and how fast is a matrix product?
 
-The tests that need a GPU, the selftest over all engines, the SDPA backend that runs for each kind of attention, and
-the speed of a large product in 16 bit, which bounds all others.
+First the trial of the kernels, which fails if any operation falls back to torch: all other figures depend on it. Then
+the tests that need a GPU, one row for each file; the selftest over all engines; the SDPA backend that runs for each
+kind of attention; and the speed of a large product in 16 bit, which bounds all others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,14 +21,41 @@ from attention import KINDS, micro_batches, padded_call
 from harness import Bench, DeviceTimer, Skipped, Values
 from torch.profiler import ProfilerActivity, profile
 
-from deepspeed_nmt.engine.config import DTYPES, Precision
+from deepspeed_nmt.kernels import backends
+from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.precision import DTYPES, Precision
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("tests/gpu", "tests/kernels")
+FIRST = ("tests/gpu/test_gpu_varlen.py", "tests/gpu/test_gpu_decoding.py")
+"""Tests of what has no other test: attention of packed sentences, and CUDA graphs."""
+NEEDLESS = ("test_compile.py",)
+"""Tests of `tests/kernels` that say nothing on a GPU: they compile for GPUs that a machine lacks, for minutes."""
+
+
+def files() -> list[str]:
+    """Return the other files of tests, those of models first."""
+    found = [path for folder in ("tests/gpu", "tests/kernels") for path in sorted(ROOT.glob(f"{folder}/test_*.py"))]
+    names = [str(path.relative_to(ROOT)) for path in found if path.name not in NEEDLESS]
+    return [name for name in names if name not in FIRST]
+
+
+def trial(precision: Precision, bench: Bench) -> Iterator[Values]:
+    """Choose the kernels as training does, and fail if one that is preferred here cannot be used."""
+    kernels, dtype = Kernels(), DTYPES[precision]
+    yield {"kernels": kernels.describe(bench.device, dtype)}
+    if bench.on_gpu:
+        capability = torch.cuda.get_device_capability(bench.device)
+        lost = [
+            operation
+            for operation, name in kernels.choices(bench.device, dtype).items()
+            if name != backends.preferred(operation, capability, dtype)
+        ]
+        if lost:
+            raise RuntimeError(f"{', '.join(lost)} fell back to torch; the warning above says why")
 
 
 def suite(path: str, bench: Bench) -> Values:
-    """Run a folder of tests, and return their numbers."""
+    """Run a file of tests, and return their numbers."""
     if importlib.util.find_spec("pytest") is None:
         raise Skipped("pytest is not installed")
     with tempfile.TemporaryDirectory() as directory:
@@ -57,7 +86,9 @@ def selftest(bench: Bench) -> Values:
 
 def start(command: list[str], bench: Bench) -> int:
     """Run a program in the root of the project within the time that is left, and return its exit status."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # run.sh has packages in the path that the machine lacks.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.run(
         command, cwd=ROOT, env=environment, timeout=max(1.0, bench.seconds_left), check=False
     ).returncode
@@ -86,13 +117,18 @@ def product(dtype: torch.dtype, bench: Bench) -> Values:
 
 
 def run(bench: Bench) -> None:
-    """Run all checks, the short ones first."""
+    """Run all checks, those on which most depends first."""
     precisions: list[Precision] = ["bf16", "fp16"] if bench.half == "bf16" else ["fp16"]
+    others = files()
+    for name in ("fp32", *precisions):
+        bench.measure(lambda name=name: trial(name, bench), check="trial", of=name)
+    for path in FIRST[: 1 if bench.tiny else None]:
+        bench.measure(lambda path=path: suite(path, bench), check="tests", of=Path(path).name)
     for name in precisions:
         dtype = DTYPES[name]
         bench.measure(lambda dtype=dtype: product(dtype, bench), check="product", of=name)
         for kind in KINDS:
             bench.measure(lambda d=dtype, k=kind: backend(k, d, bench), check="attention", of=f"{kind} {name}")
-    for path in SUITES[: 1 if bench.tiny else None]:
-        bench.measure(lambda path=path: suite(path, bench), check="tests", of=path)
     bench.measure(lambda: selftest(bench), check="selftest", of="all engines")
+    for path in others[: 0 if bench.tiny else None]:
+        bench.measure(lambda path=path: suite(path, bench), check="tests", of=Path(path).name)

@@ -1,22 +1,26 @@
 """Speed and memory of training: engines, models and precisions on the same synthetic corpus.
 
 Each row builds engine and loader as `train` does and makes updates of 32,768 target tokens: some to warm up, then
-some that are timed. `kernel_ms` and `idle` come from a profile of a few micro-batches: the time in kernels, and the
-share of the time without a profiler in which the GPU had none to run. `planned_gib` is what `plan` computes for the
-largest micro-batch that ran.
+some that are timed. In the packed layout the clock starts when every shape has run twice, so that nothing is compiled
+or chosen while it runs; `compiled` counts what torch.compile compiled nevertheless. `data_wait` is the share of the
+time in which the program waited for the loader. `kernel_ms` and `idle` come from a profile of a few micro-batches:
+the time in kernels, and the share of the time without a profiler in which the GPU had none to run. `kernels` are
+those that were chosen for the precision. `planned_gib` is what `plan` computes for the largest micro-batch that ran.
 
-To measure something else, add a line to `VARIANTS`.
+To measure something else, add a line to `VARIANTS`; `--only` takes the names in its first column.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +35,24 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, Update, collate
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.engine.config import uses_deepspeed
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine
+from deepspeed_nmt.kernels.precision import DTYPES, capability_of
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.planning.advice import GIB
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.planning.planner import Counts
-from deepspeed_nmt.run.resolve import make_planner, resolve_layout
+from deepspeed_nmt.run.batches import layout_on
+from deepspeed_nmt.run.plans import make_planner
 from deepspeed_nmt.train.optimizer import build_optimizer
 from deepspeed_nmt.train.throughput import Workload
 
 PAIRS, WARMUP, TIMED = 320_000, 30, 50
+LEAST_WARMUP, LEAST_TIMED = 2, 8
+"""Updates that are made even if the time of a row is over. Fewer that are timed would say nothing."""
 PROFILED = 4
 """Micro-batches in the profile."""
 COMMON = ("batch.update_tokens=32768", "batch.micro_tokens=16384", "optimizer.clip_norm=1.0")
@@ -59,6 +67,7 @@ class Variant:
     """One row of the table.
 
     Attributes:
+        row: name of the row.
         name: of the model, for the table.
         recipe: recipe that the settings change.
         precision: of the forward and backward pass.
@@ -66,6 +75,7 @@ class Variant:
         tiny: further settings of a rehearsal.
     """
 
+    row: str
     name: str
     recipe: str
     precision: str = "bf16"
@@ -78,6 +88,10 @@ class Variant:
         precision = f"engine.precision={self.precision}"
         return load_config(self.recipe, settings=[*COMMON, precision, *self.settings, *size])
 
+    def labels(self, tiny: bool) -> dict[str, str]:
+        """Return the first columns of the table."""
+        return {"row": self.row, "model": self.name, "precision": self.precision, "settings": self.label(tiny)}
+
     def label(self, tiny: bool) -> str:
         """Return the settings that run, for the table; a rehearsal may replace some."""
         wanted = [word.split("=", 1) for word in self.settings]
@@ -88,21 +102,22 @@ class Variant:
         return " ".join(words)
 
 
-BIG = Variant("BIG 6+6", "transformer_big")
+BIG = Variant("big", "BIG 6+6", "transformer_big")
+PADDED = Variant("padded", "BIG 6+6", "transformer_big", settings=("batch.layout=padded",))
 DEEP = "deep_decoder_big_54"
 # A rehearsal on a CPU has other values: compilation takes minutes there, and `auto` is padded, so packed is tried.
 COMPILED, INTERPRETED = ("engine.compile=layers",), ("engine.compile=off",)
-VARIANTS = (  # the most wanted first, in case the time runs out
+VARIANTS = (  # the most wanted first, in case the time runs out, and compiled ones last, which take long to begin
     BIG,
-    Variant("BIG 27+27", f"{DEEP}_plain_stabilised"),
-    Variant("BIG 6+6", "transformer_big", settings=COMPILED, tiny=INTERPRETED),
-    Variant("BIG 27+27", f"{DEEP}_plain_stabilised", settings=COMPILED, tiny=INTERPRETED),
-    Variant("BIG 27+27, CAD DDR ALD", f"{DEEP}_stabilised", tiny=("layer.drop_depth=1",)),
-    Variant("BIG 6+6", "transformer_big", settings=("batch.layout=padded",), tiny=("batch.layout=packed",)),
-    Variant("BIG 6+6", "transformer_big", "fp16"),
-    Variant("BIG 6+6", "transformer_big", settings=("batch.layout=padded", "batch.max_padding=0.25")),
-    Variant("BIG 6+6", "transformer_big", settings=("engine.name=deepspeed", "engine.ds_config=zero1")),
-    Variant("BASE 6+6", "transformer_base"),
+    replace(PADDED, tiny=("batch.layout=packed",)),
+    Variant("deep", "BIG 27+27", f"{DEEP}_plain_stabilised"),
+    Variant("deep-methods", "BIG 27+27, CAD DDR ALD", f"{DEEP}_stabilised", tiny=("layer.drop_depth=1",)),
+    Variant("fp16", "BIG 6+6", "transformer_big", "fp16"),
+    replace(PADDED, row="padded-0.25", settings=("batch.layout=padded", "batch.max_padding=0.25")),
+    replace(BIG, row="zero1", settings=("engine.name=deepspeed", "engine.ds_config=zero1")),
+    Variant("base", "BASE 6+6", "transformer_base"),
+    replace(BIG, row="compiled", settings=COMPILED, tiny=INTERPRETED),
+    Variant("deep-compiled", "BIG 27+27", f"{DEEP}_plain_stabilised", settings=COMPILED, tiny=INTERPRETED),
 )
 
 
@@ -126,6 +141,14 @@ class Training:
     engine: Engine
     loader: TrainLoader
 
+    @property
+    def backends(self) -> Values:
+        """The columns that say which layout and kernels were chosen."""
+        kernels = build_kernels(self.config).describe(self.world.device, DTYPES[self.settings.precision])
+        if self.config.engine.compile == "layers":
+            kernels = f"torch.compile; outside of layers: {kernels}"
+        return {"layout": self.loader.config.layout, "kernels": kernels}
+
     def update(self, update: Update) -> None:
         """Make an update."""
         self.engine.update(update.micro_batches, update.target_tokens, 1e-5)
@@ -146,8 +169,9 @@ def training(config: RunConfig, corpus: Corpus, bench: Bench) -> Iterator[Traini
         optimizer = build_optimizer(config.optimizer, module)
         dummy = collate(corpus, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(settings, module, optimizer, world, dummy)
-        batch = resolve_layout(config, settings.precision, device)
-        loader = TrainLoader(corpus, batch, config.training.seed, 0, 1, vocabulary)
+        layout = layout_on(config, settings.precision, capability_of(device))
+        batch = config.batch.model_copy(update={"layout": layout})
+        loader = TrainLoader.of_corpus(corpus, batch, config.training.seed, 0, 1, vocabulary)
         yield Training(config, settings, vocabulary, world, engine, loader)
         engine.close()
     finally:
@@ -168,6 +192,8 @@ class Speed:
         positions: source and target positions, with padding.
         shapes: shapes of micro-batches, with those that warmed up.
         largest: padded tokens of the largest of these.
+        waited: seconds spent waiting for the loader.
+        compiled: parts of the model that torch.compile compiled in this time.
     """
 
     seconds: float = 0.0
@@ -176,13 +202,15 @@ class Speed:
     target_tokens: int = 0
     micro_batches: int = 0
     positions: int = 0
-    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
     largest: int = 0
+    waited: float = 0.0
+    compiled: int = 0
 
     def see(self, update: Update) -> None:
         """Record the sizes of an update's micro-batches."""
         for batch in update.micro_batches:
-            self.shapes.add((*batch.source_BS.shape, *batch.target_input_BT.shape))
+            self.shapes.update([(*batch.source_BS.shape, *batch.target_input_BT.shape)])
             self.largest = max(self.largest, batch.padded_tokens)
 
     def values(self) -> Values:
@@ -195,7 +223,15 @@ class Speed:
             "micro_batches": self.micro_batches / self.updates,
             "shapes": len(self.shapes),
             "padding": 1.0 - tokens / self.positions,
+            "data_wait": self.waited / self.seconds,
+            "compiled": self.compiled,
         }
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, budget_s: float) -> Speed:
@@ -205,10 +241,12 @@ def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, bud
         make: makes an update.
         loader: of the updates.
         bench: says how many.
-        budget_s: seconds after which no further update is made; a third of them warms up.
+        budget_s: seconds after which no further update is made, but for the least number; a third of them warms up,
+            or two thirds if not every shape of packed rows has run twice.
     """
     warmup, count = (1, 2) if bench.tiny else (WARMUP, TIMED)
     speed = Speed()
+    packed = loader.config.layout == "packed"
     prefetcher = Prefetcher(loader.updates(Cursor(), 1))
     try:
         started = time.monotonic()
@@ -216,12 +254,18 @@ def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, bud
             update = prefetcher.next()
             make(update)
             speed.see(update)
-            if number >= warmup or time.monotonic() - started > budget_s / 3:
+            synchronise(bench.device)
+            spent = time.monotonic() - started
+            known = not packed or min(speed.shapes.values()) > 1
+            enough = number >= warmup or (number >= LEAST_WARMUP and spent > budget_s / 3)
+            if (enough and known) or (number >= LEAST_WARMUP and spent > budget_s * 2 / 3):
                 break
-        synchronise(bench.device)
-        timer = time.perf_counter()
-        while speed.updates < count and (not speed.updates or time.monotonic() - started < budget_s):
+        least = min(LEAST_TIMED, count)
+        compiled, timer = compiled_graphs(), time.perf_counter()
+        while speed.updates < count and (speed.updates < least or time.monotonic() - started < budget_s):
+            begun = time.perf_counter()
             update = prefetcher.next()
+            speed.waited += time.perf_counter() - begun
             make(update)
             speed.updates += 1
             speed.micro_batches += len(update.micro_batches)
@@ -231,6 +275,7 @@ def timed(make: Callable[[Update], None], loader: TrainLoader, bench: Bench, bud
             speed.see(update)
         synchronise(bench.device)
         speed.seconds = time.perf_counter() - timer
+        speed.compiled = compiled_graphs() - compiled
     finally:
         prefetcher.close()
     return speed
@@ -289,9 +334,7 @@ def planned_gib(run: Training, largest: int, counted: dict[str, Counts]) -> floa
     """Return the memory that the planner expects, with micro-batches of this many tokens; see `make_planner`."""
     batch = run.config.batch.model_copy(update={"micro_tokens": largest})
     config = run.config.model_copy(update={"batch": batch})
-    device = run.world.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    kernels = build_kernels(config).planned_for(capability)
+    kernels = build_kernels(config).planned_for(capability_of(run.world.device))
     return make_planner(config, run.vocabulary, run.settings, 1, kernels, counted).as_set(float("inf")).total / GIB
 
 
@@ -308,6 +351,7 @@ def measure(
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats(bench.device)
     with training(config, corpus, bench) as run:
+        yield run.backends
         speed = timed(run.update, run.loader, bench, budget_s)
         yield speed.values()
         if bench.on_gpu:
@@ -327,13 +371,13 @@ def run(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as directory:
         corpus = write_corpus(Path(directory), 400 if bench.tiny else PAIRS, bench.vocabulary)
         counted: dict[str, Counts] = {}
-        for number, variant in enumerate(VARIANTS):
-            budget = bench.seconds_left / (len(VARIANTS) - number)
+        wanted = [each for each in VARIANTS if bench.wants(**each.labels(bench.tiny))]
+        for number, variant in enumerate(wanted):
+            budget = bench.seconds_left / (len(wanted) - number)
 
             def one(variant: Variant = variant, budget: float = budget) -> Iterator[Values]:
                 if variant.precision == "bf16" and bench.half == "fp16":
                     raise Skipped("this GPU has no bf16")
                 return measure(variant.config(bench.tiny), corpus, bench, budget, counted)
 
-            settings = variant.label(bench.tiny)
-            bench.measure(one, model=variant.name, precision=variant.precision, settings=settings)
+            bench.measure(one, **variant.labels(bench.tiny))

@@ -23,18 +23,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Take in the results, and print the best checkpoint.
 
     Raises:
-        ConfigError: if it is no run, or it is being trained.
+        ConfigError: if it is no run.
+        DataError: if it is being trained.
         CheckpointError: if the newest checkpoint is damaged.
     """
     from deepspeed_nmt.console import output
     from deepspeed_nmt.run.directory import Run
     from deepspeed_nmt.run.late_results import choose_again
-    from deepspeed_nmt.run.lock import RunLock
+    from deepspeed_nmt.run.lock import run_lock
 
     opened = Run.open(arguments.run)
-    lock = RunLock(arguments.run)
-    try:
+    with run_lock(arguments.run):
         output(choose_again(opened))
-    finally:
-        lock.release()
     return 0

@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.run.exporting import ExportRequest, export_run
+    from deepspeed_nmt.run.export_text import ExportRequest
+    from deepspeed_nmt.run.exporting import export_run
 
     if arguments.precision != "fp32" and arguments.format != "ctranslate2":
         raise ConfigError(

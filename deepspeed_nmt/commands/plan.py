@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.config import load_config  # imports torch, which the above does not need
     from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.planning.checkpoints import CheckpointPlan
-    from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields, planned_vocabulary, tokens_of
+    from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes, planned_vocabulary, tokens_of
 
     plans, file = Plans(), None if arguments.config is None else Path(arguments.config)
     options = [DataOption.parse(text) for text in arguments.data or ()]
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             text = f"{text}\n{checkpoints}"
         if data is not None:
-            found = layout_yields(config, data, arguments.num_gpus)
+            found = layout_estimates(config, data, arguments.num_gpus)
             lines = [text, *map(str, found), *layout_notes(config, found, gpu, precision)]
             result["layouts"], text = [vars(each) for each in found], "\n".join(lines)
         output(json.dumps(result) if arguments.json else text)
@@ -124,8 +124,8 @@ def _plan(planned: Planned, config: RunConfig, arguments: argparse.Namespace, gp
     import torch
 
     from deepspeed_nmt.console import logger
-    from deepspeed_nmt.engine.config import DTYPES
     from deepspeed_nmt.kernels.backends import is_installed
+    from deepspeed_nmt.kernels.precision import DTYPES
     from deepspeed_nmt.planning.checkpoints import gpu_days
     from deepspeed_nmt.planning.table import as_json, as_table, tokens_per_second
 

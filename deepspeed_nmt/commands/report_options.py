@@ -42,7 +42,7 @@ def check_decoding(arguments: argparse.Namespace) -> None:
         ConfigError: if one is out of range.
     """
     from deepspeed_nmt.errors import ConfigError
-    from deepspeed_nmt.search.translate import out_of_bounds
+    from deepspeed_nmt.search.buffers import out_of_bounds
 
     if problems := out_of_bounds({"max_tokens": arguments.max_tokens}):
         raise ConfigError(problems)

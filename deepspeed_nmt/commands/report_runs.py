@@ -1,24 +1,28 @@
 r"""Compare runs: the settings in which they differ, and what came of it.
 
     deepspeed-nmt report runs runs/plain runs/with_cad --out runs.png
+    deepspeed-nmt report runs runs/plain runs/with_cad --data DATA --checkpoint average
 
 The table has a column for each run, with the settings that differ, then length, cost and results. What a run does not
-record is shown as `-`. Test scores are those that `report sweep` has recorded. The picture shows perplexity and BLEU
-over target tokens.
+record is shown as `-`. With --data, or --input and --reference, each run translates the test set by its own search,
+and its scores are recorded in the run, so that it is translated once; scores recorded before are shown, too. The
+picture shows perplexity and BLEU over target tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_nmt.commands.report_options import add_picture
+from deepspeed_nmt.commands.report_options import add_decoding, add_picture, check_decoding, read_text
 
 if TYPE_CHECKING:
     from deepspeed_nmt.run.outcome import Outcome
+    from deepspeed_nmt.run.parallel_text import ParallelText
     from deepspeed_nmt.run.plans import Plans
+    from deepspeed_nmt.run.scores import RecordedScore
 
 _NUMBERS = {
     "updates": ("updates", 0),
@@ -36,6 +40,7 @@ _NUMBERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the report's options."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    add_decoding(parser)
     add_picture(parser, "runs.png")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
@@ -46,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw the picture, and print the table.
 
     Raises:
-        ConfigError: if a directory is no run, or the picture cannot be written where it should be.
+        ConfigError: if a directory is no run, an option is wrong, the picture cannot be written where it should be,
+            or the runs translate into different forms of text.
+        DataError: if the test set is missing, empty or not aligned, or no run can translate it.
     """
     from deepspeed_nmt.console import logger, output
     from deepspeed_nmt.evaluate.curves import (
@@ -62,15 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.evaluate.table import json_line, markdown_table, text_table
     from deepspeed_nmt.run.outcome import Outcome
     from deepspeed_nmt.run.plans import Plans
+    from deepspeed_nmt.run.scores import score_runs
 
+    check_decoding(arguments)
     check_picture(arguments.out)
+    text = read_text(arguments)
     paths = list(dict.fromkeys(arguments.runs))
     runs = dict(zip(run_names(paths), map(Outcome.read, paths), strict=True))
     settings = _differing(list(runs.values()))
     plans = Plans()
     logged = {name: each.curves for name, each in runs.items() if each.curves is not None}
     measures = validation_measures(logged.values())
-    rows = {name: _row(each, settings, measures, plans) for name, each in runs.items()}
+    tested = {} if text is None else score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)[1]
+    scores = {name: _test_scores(each, text, tested.get(each.path, ())) for name, each in runs.items()}
+    rows = {name: _row(each, settings, measures, plans, scores[name]) for name, each in runs.items()}
     metric = validation_metric(logged.values())
     panels = {
         TRAIN_PERPLEXITY: "training perplexity",
@@ -93,7 +105,19 @@ def _differing(runs: list[Outcome]) -> list[str]:
     return [key for key in keys if any(each.get(key) != flat[0].get(key) for each in flat)]
 
 
-def _row(run: Outcome, settings: list[str], measures: list[str], plans: Plans) -> dict[str, Any]:
+def _test_scores(
+    run: Outcome, text: ParallelText | None, measured: Sequence[RecordedScore]
+) -> Sequence[RecordedScore]:
+    """Return the scores of test sets: those measured now, and of other texts those that the run has recorded."""
+    from deepspeed_nmt.run.scores import recorded_scores
+
+    recorded = recorded_scores(run.path)
+    return [*(score for score in recorded if text is None or score.key.text != text.digest), *measured]
+
+
+def _row(
+    run: Outcome, settings: list[str], measures: list[str], plans: Plans, scores: Sequence[RecordedScore]
+) -> dict[str, Any]:
     """Return what is known of a run, for JSON."""
     from deepspeed_nmt.evaluate.curves import (
         SOURCE_RELIANCE,
@@ -102,7 +126,6 @@ def _row(run: Outcome, settings: list[str], measures: list[str], plans: Plans) -
         VALID_PERPLEXITY,
     )
     from deepspeed_nmt.evaluate.metrics import validation_tag
-    from deepspeed_nmt.run.scores import recorded_scores
 
     flat = run.config.flat()
     tags = {measure: validation_tag(measure) for measure in measures}
@@ -124,7 +147,7 @@ def _row(run: Outcome, settings: list[str], measures: list[str], plans: Plans) -
             for measure, tag in tags.items()
             if run.last(tag) is not None
         },
-        "test": [score.model_dump(exclude={"key"}) for score in recorded_scores(run.path)],
+        "test": [score.model_dump(exclude={"key"}) for score in scores],
     }
 
 

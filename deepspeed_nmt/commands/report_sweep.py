@@ -4,7 +4,7 @@
 
 The runs are the directories in --runs; launch/sweep.sbatch trains point I of a sweep in the directory I. A run
 belongs to a point if it has the settings that the sweep varies, whatever its name. With --data, or --input and
---reference, each run translates the test set by its own search, and the score is recorded in the run, so that it is
+--reference, each run translates the test set by its own search, and its scores are recorded in the run, so that it is
 translated once; otherwise the score is the best of validation, by --metric or the first metric that any run has
 logged. Runs without it and unfinished runs are named, and points without a run are counted.
 """
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from deepspeed_nmt.run.outcome import Outcome
     from deepspeed_nmt.run.parallel_text import ParallelText
     from deepspeed_nmt.run.sweep import Point, Sweep
+
+_Scores = Mapping[Path, Mapping[str, float | None]]
+"""Scores of each run, by its path and the metric."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     _check_metric(arguments.metric, text, trained)
     warn_of_differences(sweep, runs)
     if text is None:
-        metric, scores = _validation_scores(trained, arguments.metric)
+        metrics, scores = _validation_scores(trained, arguments.metric)
     else:
-        metric, scores = _test_scores(trained, text, arguments)
-    rows = [_row(point, run, metric, scores) for point, run in zip(sweep.points, runs, strict=True)]
-    title = f"{'validation' if text is None else 'test'} {metric}"
-    _draw(sweep, rows, title, arguments.out)
-    output("\n".join(map(json_line, rows)) if arguments.json else text_table(_table(sweep, rows, title)))
+        metrics, scores = _test_scores(trained, text, arguments)
+    rows = [_row(point, run, metrics, scores) for point, run in zip(sweep.points, runs, strict=True)]
+    titles = {metric: f"{'validation' if text is None else 'test'} {metric}" for metric in metrics}
+    _draw(sweep, rows, titles[metrics[0]], arguments.out)
+    output("\n".join(map(json_line, rows)) if arguments.json else text_table(_table(sweep, rows, titles)))
     logger.info("picture: %s", arguments.out)
     return 0
 
@@ -92,59 +95,61 @@ def _check_metric(metric: str | None, text: ParallelText | None, runs: Sequence[
         raise ConfigError("--metric chooses a measure of validation, but a test set is given; leave one of them out")
 
 
-def _validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[str, Mapping[Path, float | None]]:
+def _validation_scores(runs: Sequence[Outcome], metric: str | None) -> tuple[Sequence[str], _Scores]:
     """Return the name of a measure of validation, one for all runs, and the best score of each run by its path."""
     from deepspeed_nmt.console import logger
     from deepspeed_nmt.evaluate.curves import validation_metric
 
     metric = metric or validation_metric(run.curves for run in runs if run.curves is not None).name
-    scores = {run.path: run.best(metric) for run in runs}
-    if without := [path.name for path, score in scores.items() if score is None]:
+    scores = {run.path: {metric: run.best(metric)} for run in runs}
+    if without := [path.name for path, score in scores.items() if score[metric] is None]:
         logger.warning("no validation %s is logged by %s", metric, ", ".join(without))
-    return metric, scores
+    return [metric], scores
 
 
 def _test_scores(
     runs: Sequence[Outcome], text: ParallelText, arguments: argparse.Namespace
-) -> tuple[str, Mapping[Path, float | None]]:
-    """Return the name of the metric of the test set, and the score of each run by its path."""
+) -> tuple[Sequence[str], _Scores]:
+    """Return the names of the metrics of the test set, and the scores of each run by its path."""
     from deepspeed_nmt.run.scores import score_runs
 
     paths = [run.path for run in runs]
-    metric, scores = score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)
-    return metric, {path: score.value for path, score in scores.items()}
+    metrics, scores = score_runs(paths, arguments.checkpoint, text, arguments.max_tokens)
+    return metrics, {path: {each.metric: each.value for each in found} for path, found in scores.items()}
 
 
-def _row(point: Point, run: Outcome | None, metric: str, scores: Mapping[Path, float | None]) -> dict[str, Any]:
-    """Return what is known of a point, for JSON."""
+def _row(point: Point, run: Outcome | None, metrics: Sequence[str], scores: _Scores) -> dict[str, Any]:
+    """Return what is known of a point, for JSON; its score is that of the first metric."""
     from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE, TRAIN_PERPLEXITY
 
     row: dict[str, Any] = {"point": point.number, "recipe": point.recipe, "settings": point.values}
     if run is None:
         return {**row, "status": "missing"}
+    found = scores.get(run.path, {})
     return {
         **row,
         "status": run.status,
         "run": str(run.path),
         "updates": run.updates,
         "train_ppl": run.last(TRAIN_PERPLEXITY),
-        "metric": metric,
-        "score": scores.get(run.path),
+        "metric": metrics[0],
+        "score": found.get(metrics[0]),
+        "scores": {metric: found.get(metric) for metric in metrics},
         "source_reliance": run.last(SOURCE_RELIANCE),
         "hours": run.hours,
     }
 
 
-def _table(sweep: Sweep, rows: Sequence[dict[str, Any]], title: str) -> list[list[str]]:
+def _table(sweep: Sweep, rows: Sequence[dict[str, Any]], titles: Mapping[str, str]) -> list[list[str]]:
     from deepspeed_nmt.evaluate.table import cell, setting
 
-    head = ["point", *sweep.axes, "train ppl", title, "source reliance", "hours", "run"]
+    head = ["point", *sweep.axes, "train ppl", *titles.values(), "source reliance", "hours", "run"]
     lines = [head]
     for point, row in zip(sweep.points, rows, strict=True):
         values = [setting(point.value(axis)) for axis in sweep.axes]
-        numbers = [("train_ppl", 3), ("score", 2), ("source_reliance", 3), ("hours", 2)]
-        results = [cell(row.get(key), digits) for key, digits in numbers]
-        lines.append([str(point.number), *values, *results, row["status"]])
+        scores = [cell(row.get("scores", {}).get(metric), 2) for metric in titles]
+        others = [cell(row.get(key), digits) for key, digits in (("source_reliance", 3), ("hours", 2))]
+        lines.append([str(point.number), *values, cell(row.get("train_ppl"), 3), *scores, *others, row["status"]])
     return lines
 
 

@@ -70,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="auto: a GPU if there is one (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16", "fp16", "int8"), default="fp32",
+        help="auto: 16 bit on a GPU, whose scores differ in the third digit (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,8 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
     from deepspeed_nmt.api import Translator
     from deepspeed_nmt.console import counting
     from deepspeed_nmt.errors import DataError
-    from deepspeed_nmt.files import atomic_text_writer, open_text, replaces
-    from deepspeed_nmt.search.requests import MisalignedError
+    from deepspeed_nmt.files import atomic_text_writer, open_text, replaces, text_lines
+    from deepspeed_nmt.search.base import MisalignedError
+    from deepspeed_nmt.search.scoring import check_targets
 
     check_numbers(arguments)
     target = target_of(arguments.output, "--output")
@@ -112,7 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
             weights=weights_of(arguments),
             tag=tag_of(arguments.tag),
             tag_target=tag_of(arguments.tag_target),
+            precision=arguments.precision,
         )
+        if files[1].seekable():  # a pipe is checked as it is read
+            check_targets(translator.model, translator.tokenizer, translator.tags, text_lines(files[1], names[1]))
+            files[1].seek(0)
         exits = translator.exits if arguments.all_exits else [arguments.exit or "top"]
         output = stack.enter_context(nullcontext(sys.stdout) if target is None else atomic_text_writer(target))
         advance = stack.enter_context(counting("score-pairs", "scores"))

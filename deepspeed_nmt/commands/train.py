@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,16 +74,17 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     import torch
 
     from deepspeed_nmt.console import log_to, logger, setup_logging
+    from deepspeed_nmt.engine.ds_config import load_ds_config
     from deepspeed_nmt.nn.compiled import check_compiler
     from deepspeed_nmt.parallel.agreement import fail_together
     from deepspeed_nmt.parallel.launched import isolate_extension_builds, once_per_host, requeued
     from deepspeed_nmt.parallel.watchdog import Watchdog
     from deepspeed_nmt.parallel.world import join_world, leave_world
+    from deepspeed_nmt.run.agreement import check_ranks_agree
     from deepspeed_nmt.run.directory import LOGS, begin
     from deepspeed_nmt.run.environment import environment, summary
-    from deepspeed_nmt.run.lock import RunLock
-    from deepspeed_nmt.run.resolve import check_ranks_agree
-    from deepspeed_nmt.run.trainer import Job, finish, train_run
+    from deepspeed_nmt.run.lock import run_lock
+    from deepspeed_nmt.run.trainer import Job, check_room, finish, train_run
     from deepspeed_nmt.run.validation_sets import SPLIT, check_commands, check_sets_agree, open_sets
     from deepspeed_nmt.train.events import Events
     from deepspeed_nmt.train.notify import Notifier, check_notify
@@ -101,26 +103,29 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # takes seconds: it imports the compiler
-    lock = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(leave_world)
         check_ranks_agree(config, data, world)
         check_commands(config.validation, engine.timeout_s, world)
         with fail_together(world):
             if world.is_main:
                 check_notify(config.training.notify)
+                if engine.ds_config is not None:
+                    load_ds_config(engine.ds_config)
         check_sets_agree(sets, world)
         if engine.compile == "layers":
             with fail_together(world):  # before anything is written
                 check_compiler(world.device)
         with fail_together(world):
             if world.is_main:
-                lock = RunLock(arguments.run, _LOST_LOCK_S if requeued() else 0.0)
+                stack.enter_context(run_lock(arguments.run, _LOST_LOCK_S if requeued() else 0.0))
             if world.local_rank == 0:  # a host may have a copy of its own
                 data.verify_hashes()
                 for each in sets.values():
                     if each is not data.main:
                         each.verify_hashes(SPLIT)
             if world.is_main:
+                check_room(arguments.run, config, data)
                 begin(arguments.run, config, data)
         with fail_together(world):
             log_to(arguments.run / LOGS / f"rank-{world.rank}.log")
@@ -133,10 +138,6 @@ def _train(arguments: argparse.Namespace, stop: StopRequest) -> int:
             with watchdog:
                 progress = train_run(job)
             return finish(job, progress)
-    finally:
-        if lock is not None:
-            lock.release()
-        leave_world()
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origin | None]:
@@ -149,11 +150,12 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     from deepspeed_nmt.data.training import DataOption, TrainingData
     from deepspeed_nmt.errors import ConfigError
     from deepspeed_nmt.files import check_utf8_name
+    from deepspeed_nmt.run.batches import update_order_of
     from deepspeed_nmt.run.directory import Run, has_begun, recorded_data
-    from deepspeed_nmt.run.manifest import CONFIG_FILE, verify_run
-    from deepspeed_nmt.run.resolve import plan_of
+    from deepspeed_nmt.run.manifest import CHECKPOINTS, CONFIG_FILE, verify_run
     from deepspeed_nmt.run.validation_sets import given_sets
     from deepspeed_nmt.run.warm_start import Origin, check_origin
+    from deepspeed_nmt.train.store import CheckpointStore
 
     check_utf8_name(arguments.run, "--run")
     options = [DataOption.parse(text) for text in arguments.data or ()]
@@ -164,6 +166,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
         )
     which = arguments.from_checkpoint or "best"
     origin = None if source is None else Origin(source, which, grow=arguments.grow_from is not None)
+    CheckpointStore(arguments.run / CHECKPOINTS).restore()
     base, begun = arguments.config, has_begun(arguments.run)
     recorded = arguments.run / CONFIG_FILE
     if begun:
@@ -185,5 +188,5 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, TrainingData, Origi
     data = TrainingData(options) if options else recorded_data(arguments.run)
     corpora = data.corpora(config.mixture)
     if not begun:
-        plan_of(corpora, config, data)  # so that a mistake in the weights is found before anything is written
+        update_order_of(corpora, config, data)  # so that a mistake in the weights is found before anything is written
     return config.resolved(before), data, origin

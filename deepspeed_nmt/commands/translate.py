@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from signal import SIGUSR1
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands import runtime_options
@@ -27,8 +29,7 @@ from deepspeed_nmt.commands.translate_options import (
     weights_of,
 )
 from deepspeed_nmt.commands.translate_outputs import check_outputs
-from deepspeed_nmt.commands.translate_stream import translate_stream
-from deepspeed_nmt.commands.translate_texts import texts_beside
+from deepspeed_nmt.interruption import interruptible
 
 if TYPE_CHECKING:
     from deepspeed_nmt.api import Translator
@@ -38,7 +39,11 @@ HELP = "translate text with a trained run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    add_run_arguments(parser, "decode")
+    add_run_arguments(parser, "decode", required=False)
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR",
+        help="export for CTranslate2, made by `export`, to translate with in place of a run",
+    )  # fmt: skip
     parser.add_argument("--input", required=True, metavar="F", help="source text; - is standard input")
     parser.add_argument("--output", required=True, metavar="F", help="file for translations; - is standard output")
     parser.add_argument(
@@ -69,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict", action="store_true",
         help="refuse source lines longer than --max-source-tokens, and those that are not UTF-8, instead",
+    )  # fmt: skip
+    parser.add_argument(
+        "--buffer-lines", type=int, metavar="N",
+        help="lines of a pipe that are read, and written, together (default: 4096; of a terminal 1)",
     )  # fmt: skip
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="first layers or loops to use (default: all)")
     parser.add_argument("--decoder-layers", type=int, metavar="M", help="first layers or loops to use (default: all)")
@@ -105,9 +114,22 @@ def run(arguments: argparse.Namespace) -> int:
     check_numbers(arguments)
     check_exits(arguments)
     search = search_arguments(arguments)
-    if arguments.runtime == "ctranslate2":
-        return runtime_options.translate(arguments, search)
+    with interruptible(SIGUSR1):  # batch systems announce a time limit by it
+        if runtime_options.uses_export(arguments):
+            return runtime_options.translate(arguments, search)
+        return _translate(arguments, search)
+
+
+def _translate(arguments: argparse.Namespace, search: Mapping[str, Any]) -> int:
+    """Translate with torch, and return the exit status.
+
+    Raises:
+        UserError: as :func:`run`.
+    """
     from deepspeed_nmt.commands import translate_pieces as pieces
+    from deepspeed_nmt.commands.translate_layout import file_of, layout, translate_file
+    from deepspeed_nmt.commands.translate_stream import translate_stream
+    from deepspeed_nmt.commands.translate_texts import texts_beside
     from deepspeed_nmt.files import open_text
     from deepspeed_nmt.parallel.launched import once_per_host
 
@@ -115,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_outputs(arguments)
         source = opened.enter_context(open_text(arguments.input))
         beside = opened.enter_context(texts_beside(arguments, source))
-        layout = pieces.layout(arguments, source)
+        division = layout(arguments, source, beside)
         if arguments.workers == 1:
             pieces.take_device(arguments)
             with pieces.warned_once():
@@ -123,15 +145,16 @@ def run(arguments: argparse.Namespace) -> int:
         opening = opened.pop_all()
     with opening:
         if arguments.workers > 1:
-            return pieces.translate_by_workers(arguments, search, source, layout)
-        if layout.in_pieces:
-            return pieces.translate(translator, arguments, source, layout)
+            return pieces.translate_by_workers(arguments, search, file_of(arguments, source, division, beside))
+        if division.in_pieces:
+            return translate_file(translator, arguments, file_of(arguments, source, division, beside))
         wanted = {
             "token_scores": arguments.token_scores,
             "alignment": arguments.alignment is not None,
             "alignment_layer": arguments.alignment_layer,
         }
-        translate_stream(translator, arguments, source, {**beside, **wanted}, layout.lines, layout.piece_lines)
+        lines = {**beside.lines(), **wanted}
+        translate_stream(translator, arguments, source, lines, division.lines, division.piece_lines)
     return 0
 
 

@@ -6,25 +6,27 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deepspeed_nmt.deep_shallow import ALPHA, EXPONENT
 from deepspeed_nmt.errors import ConfigError, shown
 
 _SEARCH_OPTIONS = (
     *("beam", "length_penalty", "alpha", "exponent", "iterations", "length_beam", "groups", "diversity"),
     *("samples", "temperature", "top_k", "top_p", "seed", "utility"),
-    *("min_length", "max_length", "no_repeat_ngram", "suppress_unknown"),
+    *("min_length", "max_length", "max_length_ratio", "max_length_extra", "no_repeat_ngram", "suppress_unknown"),
 )
 """Options that override settings of the search."""
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, verb: str, required: bool = True) -> None:
     """Declare the options that choose the runs.
 
     Args:
         parser: of the command.
         verb: of what several runs do as an ensemble, for the help.
+        required: False if the command takes something else in place of a run.
     """
     parser.add_argument(
-        "--run", type=Path, required=True, action="append", metavar="DIR",
+        "--run", type=Path, required=required, action="append", metavar="DIR",
         help=f"run directory, made by `train`; several {verb} as an ensemble",
     )  # fmt: skip
     parser.add_argument(
@@ -63,11 +65,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: search.name of the run)",
     )  # fmt: skip
     search.add_argument("--beam", type=int, metavar="K", help="beam size (default: search.beam of the run)")
-    search.add_argument(
-        "--length-penalty",
-        metavar="P",
-        help="gnmt:A, power:A, mean or none (default: search.length_penalty of the run)",
-    )
+    search.add_argument("--length-penalty", metavar="P", help="gnmt:A, power:A, mean or none (default: the run's)")
     search.add_argument("--groups", type=int, metavar="G", help="diverse beam: groups (default: the beam size)")
     search.add_argument(
         "--diversity", type=float, metavar="D",
@@ -92,15 +90,17 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="mask-predict: candidate lengths (default: search.length_beam of the run)",
     )  # fmt: skip
     search.add_argument(
-        "--rerank", choices=("deep-shallow",), help="depth growing: rerank the candidates of both nets by both nets"
+        "--rerank", choices=("deep-shallow",), help="depth growing: rerank the candidates of both exits by both exits"
     )
     search.add_argument(
         "--alpha", type=float, metavar="A",
-        help="deep-shallow: weight of the net that proposed a candidate (default: search.alpha of the run, or 0.5)",
+        help="deep-shallow: weight of the exit that proposed a candidate (default: search.alpha of the run, or "
+        f"{ALPHA})",
     )  # fmt: skip
     search.add_argument(
         "--exponent", type=float, metavar="E",
-        help="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or 0.4)",
+        help="deep-shallow: exponent of the length in the score (default: search.exponent of the run, or "
+        f"{EXPONENT})",
     )  # fmt: skip
     rules = parser.add_argument_group("rules of the translation")
     rules.add_argument("--prefix", metavar="F", help="text with which each translation begins, line by line")
@@ -109,7 +109,12 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="phrases that each translation contains, separated by tabs, line by line (search constrained_beam)",
     )  # fmt: skip
     rules.add_argument("--min-length", type=int, metavar="N", help="shortest translation in tokens, EOS included")
-    rules.add_argument("--max-length", type=int, metavar="N", help="longest translation in tokens, EOS included")
+    rules.add_argument(
+        "--max-length", type=int, metavar="N",
+        help="longest translation in tokens, EOS included; the ratio and the tokens on top of it bound it as well",
+    )  # fmt: skip
+    rules.add_argument("--max-length-ratio", type=float, metavar="A", help="at most A tokens for each source token")
+    rules.add_argument("--max-length-extra", type=int, metavar="B", help="at most B tokens on top of the ratio")
     rules.add_argument("--no-repeat-ngram", type=int, metavar="N", help="no N tokens occur twice in this order")
     rules.add_argument(
         "--suppress-unknown", action="store_true", default=None, help="never predict the unknown token"
@@ -162,7 +167,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: if one is below 1, naming all.
     """
-    names = ("nbest", "max_tokens", "max_source_tokens")
+    names = ("nbest", "max_tokens", "max_source_tokens", "buffer_lines")
     given = {name: getattr(arguments, name, None) for name in names}
     problems = [
         f"--{name.replace('_', '-')} must be a whole number of at least 1, but is {shown(value)}"
@@ -187,7 +192,7 @@ def check_exits(arguments: argparse.Namespace) -> None:
     if layers or arguments.exit is not None:
         option = "--exit" if arguments.exit is not None else "--encoder-layers or --decoder-layers"
         raise ConfigError(f"--rerank {arguments.rerank} decodes from two exits, {option} from one; give one of them")
-    if len(arguments.run) > 1:
+    if arguments.run is not None and len(arguments.run) > 1:
         raise ConfigError(
             f"--rerank {arguments.rerank} takes one --run, but {len(arguments.run)} are given; leave out --rerank to "
             "decode with an ensemble, or give one"

@@ -39,6 +39,18 @@ def written(number: int, best: Sequence[Translation], lists: bool) -> str:
     return "".join(f"{candidate}\n" for candidate in _candidates(number, best))
 
 
+def aligned(number: int, best: Sequence[Translation]) -> str:
+    """Return the alignments of the translations of a line as they are written.
+
+    Args:
+        number: of the line, from 0.
+        best: its translations, best first.
+    """
+    from deepspeed_nmt.search.alignment import pharaoh
+
+    return "".join(f"{pharaoh(each.alignment or ())}\n" for each in best)
+
+
 def _candidates(line: int, translations: Sequence[Translation]) -> Iterator[Candidate]:
     """Yield the translations of a line as an n-best list."""
     for each in translations:
@@ -129,6 +141,11 @@ class Outputs:
             yield cls(text, alignment, writes_lists(arguments))
             text.flush()
 
+    def flush(self) -> None:
+        """Hand over what is written so far."""
+        for stream in filter(None, (self.text, self.alignment)):
+            stream.flush()
+
     def write(self, number: int, best: Sequence[Translation]) -> None:
         """Write the translations of a line.
 
@@ -138,6 +155,4 @@ class Outputs:
         """
         self.text.write(written(number, best, self.lists))
         if self.alignment is not None:
-            from deepspeed_nmt.search.alignment import pharaoh
-
-            self.alignment.writelines(f"{pharaoh(each.alignment or ())}\n" for each in best)
+            self.alignment.write(aligned(number, best))

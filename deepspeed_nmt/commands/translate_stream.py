@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BufferedReader
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deepspeed_nmt.commands.translate_outputs import Outputs
-from deepspeed_nmt.commands.translate_texts import Beside
 from deepspeed_nmt.console import counting
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import text_lines
@@ -35,9 +34,9 @@ def translate_stream(
     translator: StreamTranslator,
     arguments: argparse.Namespace,
     source: BufferedReader,
-    beside: Beside,
-    lines: int | None = None,
-    buffer_lines: int = 4096,
+    beside: Mapping[str, Any],
+    lines: int | None,
+    buffer_lines: int,
 ) -> None:
     """Translate a text in the order of its lines.
 
@@ -47,7 +46,7 @@ def translate_stream(
         source: the text.
         beside: further arguments of its ``stream``.
         lines: number of lines; None if it is not known.
-        buffer_lines: number of lines that are translated together; 1 for a terminal.
+        buffer_lines: number of lines that are translated together, if the user gives no other; 1 for a terminal.
 
     Raises:
         UserError: if a line cannot be translated.
@@ -57,14 +56,14 @@ def translate_stream(
         start = source.tell()
         translator.check(text_lines(source, arguments.input), arguments.max_source_tokens)
         source.seek(start)
-    interactive = source.isatty()
+    flushed = arguments.buffer_lines or (1 if source.isatty() else None)
     problem: MisalignedError | None = None
     number = -1
     with Outputs.open(arguments) as outputs, counting("translate", "sentences", lines) as advance:
         translations = translator.stream(
             text_lines(source, arguments.input),
             max_tokens=arguments.max_tokens,
-            buffer_lines=1 if interactive else buffer_lines,
+            buffer_lines=flushed or buffer_lines,
             nbest=arguments.nbest,
             advance=advance,
             max_source_tokens=arguments.max_source_tokens,
@@ -74,8 +73,8 @@ def translate_stream(
         try:
             for number, best in enumerate(translations):
                 outputs.write(number, best)
-                if interactive:
-                    outputs.text.flush()
+                if flushed is not None and (number + 1) % flushed == 0:  # another program may wait for it
+                    outputs.flush()
         except MisalignedError as error:  # what was translated is kept
             problem = error
     if problem is not None:

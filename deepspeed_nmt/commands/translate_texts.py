@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.files import open_text, raw_lines, replaces, text_lines
+from deepspeed_nmt.text import phrases_of
 
-Beside = dict[str, Iterator[Any] | None]
-"""Texts that have a line for each line of the source, by the names of arguments of ``Translator.stream``."""
+
+@dataclass(frozen=True)
+class Beside:
+    """Texts that have a line for each line of the source, by the names of arguments of ``Translator.stream``.
+
+    Attributes:
+        streams: the texts, each at its beginning.
+        names: of their files.
+    """
+
+    streams: Mapping[str, BufferedReader[Any]]
+    names: Mapping[str, str]
+
+    def lines(self) -> dict[str, Iterator[Any]]:
+        """Return the lines of the texts as arguments of ``Translator.stream``."""
+        found: dict[str, Iterator[Any]] = {
+            name: text_lines(stream, self.names[name]) for name, stream in self.streams.items()
+        }
+        if "constraints" in found:
+            found["constraints"] = map(phrases_of, found["constraints"])
+        return found
 
 
 @contextmanager
-def texts_beside(
-    arguments: argparse.Namespace, source: BufferedReader[Any]
-) -> Iterator[dict[str, Iterator[Any] | None]]:
+def texts_beside(arguments: argparse.Namespace, source: BufferedReader[Any]) -> Iterator[Beside]:
     """Open the texts that have a line for each line of the source.
 
     If all are files, their lines are counted before anything is translated.
@@ -29,7 +48,7 @@ def texts_beside(
         source: the source text, at its beginning.
 
     Yields:
-        The arguments ``prefix`` and ``constraints`` of :meth:`Translator.stream`.
+        The texts of ``--prefix`` and ``--constraints``.
 
     Raises:
         ConfigError: if standard input is given twice, or an output would replace a text.
@@ -54,12 +73,7 @@ def texts_beside(
             counts[name] = count_lines(stream, given[name])
             if None not in counts.values() and counts[name] != counts["source"]:
                 raise _misaligned(name, counts[name], counts["source"])
-        prefix = text_lines(streams["prefix"], given["prefix"]) if "prefix" in given else None
-        constraints = None
-        if "constraints" in given:
-            lines = text_lines(streams["constraints"], given["constraints"])
-            constraints = (line.split("\t") if line else [] for line in lines)
-        yield {"prefix": prefix, "constraints": constraints}
+        yield Beside(streams, given)
 
 
 def _misaligned(name: str, lines: int | None, source: int | None) -> Exception:

@@ -9,9 +9,7 @@ Legend: B sentences, S source length, T target length (both with one end-of-sent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,20 +44,14 @@ class UpdateInfo:
     sentences: int = 0
 
 
-def packed_row(sentences: Sequence[NDArray[Any]], size: int, pad: int) -> tuple[Tensor, Segments]:
-    """Put sentences end to end in a row, and fill it with padding.
+def packed_segments(lengths: NDArray[np.int64], size: int) -> Segments:
+    """Return the segments of one side of a packed batch.
 
     Args:
-        sentences: tokens of each sentence.
-        size: N, the number of tokens in the row; at least as many as the sentences have.
-        pad: padding token.
-
-    Shape: -> (1,N)
+        lengths: tokens of each sentence, EOS included. Shape: (B,)
+        size: N, the number of tokens in the row.
     """
-    row_1N = np.full((1, size), pad, dtype=np.int64)
-    tokens = np.concatenate(sentences)
-    row_1N[0, : len(tokens)] = tokens
-    return torch.from_numpy(row_1N), Segments.of([len(each) for each in sentences], size)
+    return Segments.of(lengths, size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +162,12 @@ class Batch:
         """Return source tokens in the batch's layout, the reverse of :meth:`source_rows`; a tail is arbitrary."""
         return rows_BS if self.source_segments is None else self.source_segments.from_rows(rows_BS, 0).unsqueeze(0)
 
-    def target_rows(self, x: Tensor) -> Tensor:
-        """Return tokens or states of target positions with a row for each sentence; padding is arbitrary.
+    def target_rows(self, x_BT: Tensor) -> Tensor:
+        """Return tokens of target positions with a row for each sentence; padding is arbitrary.
 
-        Shape: (B,T) or (B,T,D), in the batch's layout -> (B,T) or (B,T,D)
+        Shape: (B,T), in the batch's layout -> (B,T)
         """
-        return x if self.target_segments is None else self.target_segments.to_rows(x[0], 0)
+        return x_BT if self.target_segments is None else self.target_segments.to_rows(x_BT[0], 0)
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to another device."""

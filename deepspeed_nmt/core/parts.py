@@ -182,7 +182,7 @@ class LayerConfig(PartConfig):
 
     @property
     def depends_on_micro_batches(self) -> bool:
-        """True if its random choices depend on how an update is cut into micro-batches."""
+        """True if its random choices depend on how an update is divided into micro-batches."""
         return False
 
 

@@ -1,9 +1,9 @@
 """Batch arithmetic: micro-batches of the padded layout.
 
-Which sentences make which update is decided by a plan (:mod:`deepspeed_nmt.data.plans`), which does not depend on
-GPUs. Ranks and memory matter only when an update is cut. In the padded layout it is sorted by length and cut into
-ranks x n micro-batches of similar padded size, with the smallest n that keeps every one within ``micro_tokens`` and
-padding within ``max_padding``. For the packed layout see :mod:`deepspeed_nmt.data.packing`.
+Which sentences make which update is decided by :mod:`deepspeed_nmt.data.update_order`, and does not depend on
+GPUs. Ranks and memory matter only when an update is divided. In the padded layout it is sorted by length and divided
+into ranks x n micro-batches of similar padded size, with the smallest n that keeps every one within ``micro_tokens``
+and padding within ``max_padding``. For the packed layout see :mod:`deepspeed_nmt.data.packing`.
 
 ``micro_tokens`` counts rows x max(longest source, longest target).
 """
@@ -11,12 +11,13 @@ padding within ``max_padding``. For the packed layout see :mod:`deepspeed_nmt.da
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from typing_extensions import override
 
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config, older
@@ -52,14 +53,21 @@ class BatchConfig(Config):
         default=0.1,
         gt=0.0,
         le=1.0,
-        description="share of padding above which an update is cut finer; for the padded layout",
+        description="share of padding above which an update is divided more finely; for the padded layout",
     )
-    plan: Literal["windows", "epochs"] = Field(
+    order: Literal["windows", "epochs"] = Field(
         default="windows",
         json_schema_extra=older("epochs"),
-        description="windows: updates are planned a few hundred at a time; epochs: an epoch at a time, as in runs of "
-        "older versions, which need it",
+        description="windows: updates are made a few hundred at a time; epochs: an epoch at a time, which takes "
+        "longer to begin",
     )
+
+    @override
+    @classmethod
+    def upgraded(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "plan" in recorded:  # an older name of `order`
+            return {**{key: value for key, value in recorded.items() if key != "plan"}, "order": recorded["plan"]}
+        return recorded
 
 
 def grain_tokens(update_tokens: int) -> int:
@@ -77,7 +85,7 @@ def by_length(source: Lengths, target: Lengths) -> Indices:
     return order
 
 
-def cut_update(
+def divide_update(
     indices: Indices, source: Lengths, target: Lengths, ranks: int, config: BatchConfig
 ) -> list[list[Indices]]:
     """Cut an update's sentences into micro-batches, equally many for every rank.

@@ -144,7 +144,7 @@ class BertTokenizer(Tokenizer):
         number: int | None = self._sides[side].token_to_id(piece)
         return number
 
-    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         """Decode tokens; see :meth:`Tokenizer.decode`."""
         vocabulary = self.vocabulary.source if side == "source" else self.vocabulary
         silent = {vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.mask}

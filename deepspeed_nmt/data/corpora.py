@@ -5,7 +5,7 @@ A corpus may be segmented in several ways. Each segmentation of a pair has a row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.batching import Indices, Lengths
-from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.corpus import Corpus, Tokens, places
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,14 @@ class Corpora:
         tag = self.parts[number].target_tag
         return corpus.target(index) if tag is None else np.insert(corpus.target(index), 0, tag)
 
+    def sources(self, rows: Indices) -> Tokens:
+        """Return a copy of the source tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
+        return self._copy_of(rows, Corpus.sources, [part.source_tag for part in self.parts])
+
+    def targets(self, rows: Indices) -> Tokens:
+        """Return a copy of the target tokens of some rows, tags included, without EOS. Shape: rows (B,)."""
+        return self._copy_of(rows, Corpus.targets, [part.target_tag for part in self.parts])
+
     def lengths(self, rows: Indices) -> tuple[Lengths, Lengths]:
         """Return source and target lengths of some rows, tags and EOS included. Shape: (B,) -> (B,), (B,)."""
         source, target = np.empty(len(rows), dtype=np.int32), np.empty(len(rows), dtype=np.int32)
@@ -146,6 +154,27 @@ class Corpora:
                     yield row, source, target
                     row += len(source)
                 place += 1
+
+    def _copy_of(
+        self, rows: Indices, tokens_of: Callable[[Corpus, Indices], Tokens], tags: Sequence[int | None]
+    ) -> Tokens:
+        """Return the tokens of one side of some rows, with the tag of each row's corpus, or None."""
+        if len(self._corpora) == 1 and tags[0] is None:
+            return tokens_of(self._corpora[0][1], rows)
+        of_row = np.searchsorted(self._starts, rows, side="right") - 1
+        found, lengths = [], np.zeros(len(rows), dtype=np.int64)
+        for place in np.unique(of_row).tolist():
+            number, corpus = self._corpora[place]
+            chosen, tag = np.flatnonzero(of_row == place), tags[number]
+            tokens = tokens_of(corpus, rows[chosen] - self._starts[place])
+            lengths[chosen] = tokens.lengths + (tag is not None)
+            found.append((chosen, tag, tokens))
+        starts, numbers = np.cumsum(lengths) - lengths, np.empty(int(lengths.sum()), dtype=np.int64)
+        for chosen, tag, tokens in found:
+            if tag is not None:
+                numbers[starts[chosen]] = tag
+            numbers[places(starts[chosen] + (tag is not None), tokens.lengths)] = tokens.numbers
+        return Tokens(numbers, lengths)
 
     def _find(self, row: int) -> tuple[int, Corpus, int]:
         """Return the number of the corpus of a row, the corpus, and the index of the pair in it."""

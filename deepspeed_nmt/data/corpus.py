@@ -87,6 +87,14 @@ class Corpus:
         """Return the target tokens of one pair, without EOS, as a read-only view of the file. Shape: -> (T-1,)."""
         return self._target[index]
 
+    def sources(self, indices: npt.NDArray[np.int64]) -> Tokens:
+        """Return a copy of the source tokens of some pairs, without EOS. Shape: indices (B,)."""
+        return self._source.copy_of(indices)
+
+    def targets(self, indices: npt.NDArray[np.int64]) -> Tokens:
+        """Return a copy of the target tokens of some pairs, without EOS. Shape: indices (B,)."""
+        return self._target.copy_of(indices)
+
     @property
     def source_lengths(self) -> npt.NDArray[np.int32]:
         """Source lengths in tokens, including the EOS that a batch adds. Shape: -> (N,)."""
@@ -161,6 +169,13 @@ class _Side:
             raise IndexError(f"sentence {index} of {len(self)}")
         return self._tokens[self._offsets[index] : self._offsets[index + 1]]
 
+    def copy_of(self, indices: npt.NDArray[np.int64]) -> Tokens:
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"sentences {indices.min()} to {indices.max()} of {len(self)}")
+        starts = self._offsets[indices]
+        lengths = self._offsets[indices + 1] - starts
+        return Tokens(self._tokens[places(starts, lengths)], lengths)
+
     @property
     def tokens(self) -> int:
         return int(self._offsets[-1])
@@ -207,6 +222,17 @@ class Tokens(NamedTuple):
         lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
         dtype = _DTYPES[token_dtype(vocab_size)]
         return cls(np.fromiter(chain.from_iterable(sentences), dtype, int(lengths.sum())), lengths)
+
+
+def places(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the places of tokens of sentences that begin at some places, end to end.
+
+    Shape: (N,), (N,) -> (tokens,)
+    """
+    before = np.cumsum(lengths) - lengths
+    found: npt.NDArray[np.int64] = np.repeat(starts - before, lengths)
+    found += np.arange(len(found))
+    return found
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -192,11 +192,6 @@ class DataDirectory:
         """Form of the text; of directories of older versions only known if it is segmented."""
         return self.meta.text or TextForm.unrecorded(self.meta.segmented)
 
-    @property
-    def has_test(self) -> bool:
-        """True if raw test text was given to `prepare`."""
-        return "test.source" in self.meta.files
-
     def tokenizer(self) -> Tokenizer:
         """Open the vocabulary."""
         return open_tokenizer(self.path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side
-from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.segmentation import SampledSegmentations
 from deepspeed_nmt.data.tokenizer import Tokenizer, TokenLists
 from deepspeed_nmt.text import NO_TAGS, Tags
 
@@ -26,7 +26,7 @@ class PairEncoder:
 
     tokenizer: Tokenizer
     tags: Tags = NO_TAGS
-    sampling: Sampling | None = None
+    sampling: SampledSegmentations | None = None
 
     def check(self) -> None:
         """Check that the vocabularies have the tags, and several segmentations if they are to be drawn.

@@ -117,7 +117,7 @@ class FairseqTokenizer(ListedPieces):
         return [[number_of(piece, UNK) for piece in each] for each in pieces]
 
     @override
-    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         symbols = self._pieces[side]
         pieces = [UNKNOWN_TEXT if token == UNK else symbols[token] for token in map(int, tokens) if token >= UNK]
         processor = self._processors.get(side)

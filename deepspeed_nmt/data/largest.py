@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths, cut_update
+from deepspeed_nmt.data.batching import BatchConfig, Indices, Lengths, divide_update
 from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.errors import ConfigError
 
 _SAMPLED_UPDATES, _SAMPLE_MARGIN = 32, 1.1
-"""Updates that are cut to estimate the size of micro-batches, and a factor for larger ones among the others."""
+"""Updates that are divided to estimate the size of micro-batches, and a factor for larger ones among the others."""
 
 
 def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
@@ -46,8 +46,8 @@ def check_lengths(corpora: Corpora, config: BatchConfig) -> int:
 def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: BatchConfig) -> Indices:
     """Choose the sentences of the largest micro-batch that can be expected of any update.
 
-    A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are cut finer because of
-    padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
+    A sample of the updates gives its size: ``micro_tokens``, or less if updates are small or are divided finer
+    because of padding. Of all sentences that fill at least 97% of that size, the longest are chosen.
 
     Args:
         updates: some updates of the run.
@@ -60,9 +60,13 @@ def largest_micro_batch(updates: Window, corpora: Corpora, ranks: int, config: B
     """
     sample = range(0, len(updates), max(1, len(updates) // _SAMPLED_UPDATES))
     lengths = np.maximum(updates.source, updates.target)
-    cuts = (cut_update(updates[update], updates.source, updates.target, ranks, config) for update in sample)
+    divided = (divide_update(updates[update], updates.source, updates.target, ranks, config) for update in sample)
     seen = max(
-        len(group) * int(lengths[group].max()) for cut in cuts for groups in cut for group in groups if len(group)
+        len(group) * int(lengths[group].max())
+        for update in divided
+        for groups in update
+        for group in groups
+        if len(group)
     )
     counts: Indices = np.zeros(1, dtype=np.int64)
     for _, source, target in corpora.all_lengths():

@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_row
+from deepspeed_nmt.core.batch import Batch, UpdateInfo, packed_segments
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Indices, cut_update
+from deepspeed_nmt.data.batching import BatchConfig, Indices, divide_update
 from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.corpus import Corpus
+from deepspeed_nmt.data.corpus import Corpus, Tokens, places
 from deepspeed_nmt.data.largest import check_lengths, largest_micro_batch
 from deepspeed_nmt.data.packing import Ladder, PackedPart, RowSizes, largest_packed, pack_update, row_sizes
-from deepspeed_nmt.data.plans import Cursor, EpochPlan, Place, Plan, TabulatedPlan
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder, TabulatedOrder, UpdateOrder, UpdatePlace
 from deepspeed_nmt.data.windows import Window
 
 T = TypeVar("T")
@@ -126,30 +126,42 @@ def collate_packed(
     """
     indices = part.sentences
     pad, bos, eos, source_eos = vocabulary.pad, vocabulary.bos, vocabulary.eos, vocabulary.source.eos
-    sources = [np.append(corpus.source(int(i)), source_eos) for i in indices]
-    targets = [corpus.target(int(i)) for i in indices]
-    inputs = [np.insert(target, 0, bos) for target in targets]
-    outputs = [np.append(target, eos) for target in targets]
-    source_tokens, target_tokens = sum(map(len, sources)), sum(map(len, outputs))
-    if not targets:
-        sources, inputs, outputs = [np.array([source_eos])], [np.array([bos])], [np.array([pad])]
-
-    source_1N, source_segments = packed_row(sources, part.source, pad)
-    input_1N, target_segments = packed_row(inputs, part.target, pad)
-    output_1N, _ = packed_row(outputs, part.target, pad)
+    if len(indices):
+        sources, targets = corpus.sources(indices), corpus.targets(indices)
+        source_tokens, target_tokens = (len(side.numbers) + len(indices) for side in (sources, targets))
+    else:
+        sources = targets = Tokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        source_tokens = target_tokens = 0
+        eos = pad
+    source_1N, input_1N, output_1N = (np.full((1, n), pad) for n in (part.source, part.target, part.target))
+    ends, starts = _ends_and_starts(sources)
+    source_1N[0, places(starts, sources.lengths)] = sources.numbers
+    source_1N[0, ends] = source_eos
+    ends, starts = _ends_and_starts(targets)
+    within = places(starts, targets.lengths)
+    output_1N[0, within] = targets.numbers
+    output_1N[0, ends] = eos
+    input_1N[0, starts] = bos
+    input_1N[0, within + 1] = targets.numbers
     return Batch(
-        source_BS=source_1N,
-        target_input_BT=input_1N,
-        target_output_BT=output_1N,
+        source_BS=torch.from_numpy(source_1N),
+        target_input_BT=torch.from_numpy(input_1N),
+        target_output_BT=torch.from_numpy(output_1N),
         sentence_ids_B=torch.from_numpy(indices.copy()) if len(indices) else torch.tensor([-1]),
         source_tokens=source_tokens,
         target_tokens=target_tokens,
         pad=pad,
         update=update or UpdateInfo(),
-        source_segments=source_segments,
-        target_segments=target_segments,
+        source_segments=packed_segments(sources.lengths + 1, part.source),
+        target_segments=packed_segments(targets.lengths + 1, part.target),
         **_per_pair(corpus, indices),
     )
+
+
+def _ends_and_starts(sentences: Tokens) -> tuple[Indices, Indices]:
+    """Return the places of the EOS, and of the first token, of sentences end to end. Shape: -> (N,), (N,)."""
+    after: Indices = np.cumsum(sentences.lengths + 1)
+    return after - 1, after - 1 - sentences.lengths
 
 
 def _per_pair(corpus: Corpus | Corpora, indices: Indices) -> dict[str, Any]:
@@ -168,48 +180,45 @@ class TrainLoader:
     """All updates of a run from a given position on, without end.
 
     Args:
-        text: training text.
+        order: which sentences make which update.
         config: batch sizes.
-        seed: seed of the run.
         rank: this process's number among the data-parallel ranks.
         ranks: number of data-parallel ranks.
         vocabulary: special tokens of both sides.
-        plan: which sentences make which update; None for the epochs of one corpus.
 
     Raises:
         ConfigError: if a sentence does not fit into a micro-batch.
     """
 
     def __init__(
-        self,
-        text: Corpus | Corpora,
-        config: BatchConfig,
-        seed: int,
-        rank: int,
-        ranks: int,
-        vocabulary: Vocabulary,
-        plan: Plan | None = None,
+        self, order: UpdateOrder, config: BatchConfig, rank: int, ranks: int, vocabulary: Vocabulary
     ) -> None:
-        self.corpora = Corpora.of(text) if isinstance(text, Corpus) else text
+        self.order = order
+        self.corpora = order.corpora
         self.longest = check_lengths(self.corpora, config)
-        self.plan = plan or epoch_plan(self.corpora, config, seed)
         self.config = config
-        self.seed = seed
         self.rank = rank
         self.ranks = ranks
         self.vocabulary = vocabulary
         self._sizes: RowSizes | Ladder | None = None
 
+    @classmethod
+    def of_corpus(
+        cls, corpus: Corpus, config: BatchConfig, seed: int, rank: int, ranks: int, vocabulary: Vocabulary
+    ) -> TrainLoader:
+        """Return a loader of the epochs of one corpus; arguments as of the class."""
+        return cls(epoch_order(Corpora.of(corpus), config, seed), config, rank, ranks, vocabulary)
+
     def updates(self, start: Cursor, number: int) -> Iterator[Update]:
         """Yield updates from ``start`` on, the first of which is the run's update ``number``."""
         cursor = start
-        place = self.plan.place(cursor, number)
-        window = self.plan.window(place.window)
+        place = self.order.place(cursor, number)
+        window = self.order.window(place.window)
         while True:
-            before, place = place, self.plan.place(cursor, number)
+            before, place = place, self.order.place(cursor, number)
             if place.window != before.window:
-                window = self.plan.window(place.window)
-            cursor = self.plan.after(cursor)
+                window = self.order.window(place.window)
+            cursor = self.order.after(cursor)
             yield self._assemble(window, place, number, cursor)
             number += 1
 
@@ -219,7 +228,7 @@ class TrainLoader:
         It belongs to update 0, which is never trained. An objective computes all its regularizers in it, since 0 is a
         multiple of any number.
         """
-        updates = self.plan.sample()
+        updates = self.order.sample()
         if self.config.layout == "packed":
             source, target = updates.source, updates.target
             part = largest_packed(updates[0], source, target, self.ranks, self.config, self.row_sizes)
@@ -232,17 +241,17 @@ class TrainLoader:
     def row_sizes(self) -> RowSizes | Ladder:
         """Sizes of the rows of micro-batches in the packed layout."""
         if self._sizes is None:
-            self._sizes = row_sizes(self.plan.sample(), self.longest, self.ranks, self.config)
+            self._sizes = row_sizes(self.order.sample(), self.longest, self.ranks, self.config)
         return self._sizes
 
     def _info(self, rows: Indices, number: int) -> UpdateInfo:
         tokens = int(self.corpora.lengths(rows)[1].sum())
-        return UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(rows))
+        return UpdateInfo(seed=self.order.seed, number=number, tokens=tokens, sentences=len(rows))
 
-    def _assemble(self, window: Window, place: Place, number: int, after: Cursor) -> Update:
+    def _assemble(self, window: Window, place: UpdatePlace, number: int, after: Cursor) -> Update:
         positions = window[place.index]
         tokens = int(window.target[positions].sum())
-        info = UpdateInfo(seed=self.seed, number=number, tokens=tokens, sentences=len(positions))
+        info = UpdateInfo(seed=self.order.seed, number=number, tokens=tokens, sentences=len(positions))
         makers = self._makers(window, positions)
         batches = [make(replace(info, micro_batch=which)) for which, make in enumerate(makers)]
         return Update(
@@ -267,13 +276,13 @@ class TrainLoader:
             parts = pack_update(positions, source, target, self.ranks, self.config, self.row_sizes)[self.rank]
             parts = [replace(part, sentences=rows[part.sentences]) for part in parts]
             return [partial(collate_packed, self.corpora, part, self.vocabulary) for part in parts]
-        cut = cut_update(positions, source, target, self.ranks, self.config)
-        return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in cut[self.rank]]
+        divided = divide_update(positions, source, target, self.ranks, self.config)
+        return [partial(collate, self.corpora, rows[group], self.vocabulary) for group in divided[self.rank]]
 
 
-def epoch_plan(corpora: Corpora, config: BatchConfig, seed: int) -> Plan:
-    """Return the plan of a run on one corpus."""
-    kind = EpochPlan if config.plan == "windows" else TabulatedPlan
+def epoch_order(corpora: Corpora, config: BatchConfig, seed: int) -> UpdateOrder:
+    """Return the order of a run on one corpus."""
+    kind = EpochOrder if config.order == "windows" else TabulatedOrder
     return kind(corpora, seed, config.update_tokens)
 
 

@@ -117,7 +117,7 @@ class MarianTokenizer(ListedPieces):
         ]
 
     @override
-    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         silent = {self.vocabulary.pad, self.vocabulary.bos, self.vocabulary.eos}
         numbers = [int(token) for token in tokens if int(token) not in silent]
         pieces = [UNKNOWN_TEXT if each == self.vocabulary.unk else self._pieces[side][each] for each in numbers]

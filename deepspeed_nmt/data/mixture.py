@@ -6,7 +6,7 @@ updates together. What a window takes is a function of its first update alone, s
 function of (corpora, weights, seed, update).
 
 Weights may change at given updates. They may also change when a run is resumed; then a new *phase* begins, in which
-each corpus goes on where it was.
+each corpus continues where it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.batching import Indices
 from deepspeed_nmt.data.corpora import Corpora
-from deepspeed_nmt.data.plans import Cursor, Place, Plan, window_updates
+from deepspeed_nmt.data.update_order import Cursor, UpdateOrder, UpdatePlace, window_updates
 from deepspeed_nmt.data.windows import Window
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.registry import Config
@@ -217,7 +217,7 @@ class Shares:
         return tuple(value / (sum(values) or 1.0) for value in values)
 
 
-class MixturePlan(Plan):
+class MixtureOrder(UpdateOrder):
     """Updates of a mixture. An epoch has as many target tokens as all its corpora together.
 
     Args:
@@ -248,12 +248,12 @@ class MixturePlan(Plan):
         """Return the number of updates of an epoch, the same for all."""
         return max(1, round(self._total / self.update_tokens))
 
-    def place(self, cursor: Cursor, number: int) -> Place:
+    def place(self, cursor: Cursor, number: int) -> UpdatePlace:
         """Return the place of an update, which its number in the run decides."""
         which = self.shares.segment(number)
         first = self.shares.segments[which].first
         window, index = divmod(number - first, self.shares.window_updates(self.shares.segments[which]))
-        return Place((which, window), index)
+        return UpdatePlace((which, window), index)
 
     def window(self, key: tuple[int, int]) -> Window:
         """Make a window; its key is the number of its segment, and its own number there."""
@@ -292,11 +292,11 @@ class MixturePlan(Plan):
 
 
 def next_phase(phases: Sequence[Phase], mixture: Phase, before: Mapping[str, int]) -> tuple[Phase, ...]:
-    """Return the phases of a run that goes on with a mixture: those so far, and a new one if the mixture is another.
+    """Return the phases of a run that continues with a mixture: those so far, and a new one if the mixture differs.
 
     Args:
         phases: so far; the last one is in force.
-        mixture: that the run goes on with, from its first update on; its streams start anew.
+        mixture: with which the run continues, from its first update on; its streams start anew.
         before: sentences that the run has taken of each corpus before that update.
     """
     if phases and phases[-1].same_mixture(mixture):

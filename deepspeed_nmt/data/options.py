@@ -16,7 +16,7 @@ from deepspeed_nmt.data.filters import FilterConfig, PairFilters, read_filters
 from deepspeed_nmt.data.inputs import STANDARD_INPUT, Paths
 from deepspeed_nmt.data.normalization import Normalization
 from deepspeed_nmt.data.reading import FileSet, TextLayout
-from deepspeed_nmt.data.segmentation import ALPHA, Sampling
+from deepspeed_nmt.data.segmentation import ALPHA, SampledSegmentations
 from deepspeed_nmt.data.tokenizer import SPACE, Tokenizer
 from deepspeed_nmt.data.unicode_rules import read_unicode_rules
 from deepspeed_nmt.data.vocabulary_training import VocabularyType
@@ -32,7 +32,7 @@ _SPECIAL = re.compile(r"<pad>|<s>|</s>|<unk>|<0x[0-9A-F]{2}>")
 
 
 def check_symbol(text: str) -> str:
-    """Return a symbol of the user's.
+    """Return a user-supplied symbol.
 
     Raises:
         ValueError: if it cannot be a token.
@@ -40,9 +40,9 @@ def check_symbol(text: str) -> str:
     if not text or text.split() != [text]:
         raise ValueError(f"must be texts without white space, but have {shown(text)}")
     if _SPECIAL.fullmatch(text) or SPACE in text:
-        raise ValueError(f"must be other texts than those of special tokens, but have {shown(text)}; rename it")
+        raise ValueError(f"must not be texts of special tokens, but have {shown(text)}; rename it")
     if text == "none":
-        raise ValueError("must be other texts than none, which stands for no tag; rename it")
+        raise ValueError("must not be none, which stands for no tag; rename it")
     return text
 
 
@@ -83,7 +83,7 @@ class PrepareOptions(Config):
     tokenizer: str | None = None
     """hf:BERT or hf:BERT,BERT: vocabularies of BERTs, used instead of a new one."""
     sentencepiece: Annotated[Paths, AfterValidator(_one_or_two)] = ()
-    """SentencePiece models of the user's, of both sides or of source and target, used instead of a new vocabulary."""
+    """User-supplied SentencePiece models, of both sides or of source and target, used instead of a new vocabulary."""
     vocabulary_type: VocabularyType | None = None
     """Type of a new vocabulary of raw text; None means bpe."""
     separate_vocabularies: bool = False
@@ -99,7 +99,7 @@ class PrepareOptions(Config):
     segmentations: int = Field(default=1, ge=1, le=1000)
     """Segmentations of each training sentence; above 1 they are sampled."""
     segmentation_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Parameter of the sampling; see :class:`Sampling`. None means that of the vocabulary's type in ALPHA."""
+    """Parameter of :class:`SampledSegmentations`. None means that of the vocabulary's type in ALPHA."""
     segmented: bool = False
     """True if the text is already segmented in the ``@@ `` style, so that its tokens are kept."""
     text: Literal["raw", "moses", "tokenised"] | None = None
@@ -298,12 +298,12 @@ class PrepareOptions(Config):
         """Symbols in front of all sentences."""
         return Tags(self.tag_source, self.tag_target)
 
-    def sampling(self, vocabulary_type: str) -> Sampling | None:
+    def sampling(self, vocabulary_type: str) -> SampledSegmentations | None:
         """Return the segmentations to sample with a vocabulary of a type; None for one that is not sampled."""
         if self.segmentations == 1:
             return None
         alpha = self.segmentation_alpha or ALPHA.get(vocabulary_type, ALPHA["bpe"])
-        return Sampling(self.segmentations, alpha, self.seed)
+        return SampledSegmentations(self.segmentations, alpha, self.seed)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ class PrepareOptions(Config):
         """True if the training pairs have weights."""
         return bool(self.train_weights) or len(self.tsv_columns or ()) == 3
 
-    def recorded(self, vocabulary: Tokenizer | None, sampling: Sampling | None = None) -> dict[str, Any]:
+    def recorded(self, vocabulary: Tokenizer | None, sampling: SampledSegmentations | None = None) -> dict[str, Any]:
         """Collect the options that decide the result, besides the text.
 
         Those that older versions lack are recorded only if they are not at their defaults.

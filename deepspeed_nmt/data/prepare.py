@@ -41,13 +41,13 @@ from deepspeed_nmt.data.inputs import (
 )
 from deepspeed_nmt.data.options import DEFAULT_VOCAB_SIZE, PrepareOptions, input_option
 from deepspeed_nmt.data.reading import read_pieces
-from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.segmentation import SampledSegmentations
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
 from deepspeed_nmt.data.sizes import check_room, sizes_before_cleaning, sizes_before_encoding
 from deepspeed_nmt.data.stages import PairFiles, clean_text, encode_split
-from deepspeed_nmt.data.staging import replacing, staged
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.vocabulary_training import adopt_models, train_subwords, train_words, type_of
+from deepspeed_nmt.directories import replacing, staged
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.files import parse_json, resolved
 from deepspeed_nmt.manifest import HASH_SUFFIX, FileRecord, write_record
@@ -101,7 +101,9 @@ def _is_whole(out: Path) -> bool:
     return True
 
 
-def _fill(staging: Path, options: PrepareOptions, given: Tokenizer | None, sampling: Sampling | None) -> Meta:
+def _fill(
+    staging: Path, options: PrepareOptions, given: Tokenizer | None, sampling: SampledSegmentations | None
+) -> Meta:
     sets = options.training_sets
     sizes = sizes_before_cleaning(sets, given, options.weighted)
     check_room(sizes, staging)
@@ -232,7 +234,7 @@ def _trained(options: PrepareOptions, files: Paths, pairs: int) -> SentencePiece
     )
 
 
-def _sampling(options: PrepareOptions, given: Tokenizer | None) -> Sampling | None:
+def _sampling(options: PrepareOptions, given: Tokenizer | None) -> SampledSegmentations | None:
     """Return the segmentations to draw; None for one that is not sampled."""
     models = None if given is None else given.sentencepiece_models()
     return options.sampling(options.vocabulary_type or ("bpe" if models is None else type_of(models[1])))

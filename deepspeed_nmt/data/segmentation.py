@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from deepspeed_nmt.core.vocabulary import SIDES, Side
 
 ALPHA = {"bpe": 0.1, "unigram": 0.2}
-"""Default of :attr:`Sampling.alpha` by the type of a vocabulary: sentences become a fifth to a third longer."""
+"""Default of :attr:`SampledSegmentations.alpha` by the type of a vocabulary.
+
+Sentences become a fifth to a third longer.
+"""
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampledSegmentations:
     """Sampled segmentations of a text.
 
     Each is a function of (seed, number of the pair, side, number of the segmentation), so that it does not depend on

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_nmt.core.vocabulary import SIDES, Side, Vocabulary
-from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.segmentation import SampledSegmentations
 from deepspeed_nmt.data.sentencepiece_model import SentencePieceModel, joined
 from deepspeed_nmt.data.tokenizer import BOS, EOS, INFO_FILE, PAD, UNK, Tokenizer, TokenLists
 from deepspeed_nmt.errors import DataError
@@ -104,13 +104,13 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sides[side].encode(texts, threads)
 
     def sample_batch(
-        self, texts: Sequence[str], side: Side, sampling: Sampling, number: int, first: int
+        self, texts: Sequence[str], side: Side, sampling: SampledSegmentations, number: int, first: int
     ) -> TokenLists:
         """Draw segmentations; see :meth:`Tokenizer.sample_batch`."""
         seeds = sampling.seeds(number, side, first, len(texts))
         return self._sides[side].sample(texts, seeds, sampling.alpha)
 
-    def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
         """Decode tokens; see :meth:`Tokenizer.decode`. Segmented text is joined to words."""
         return self._sides[side].decode(tokens)
 

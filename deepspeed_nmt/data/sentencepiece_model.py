@@ -9,7 +9,7 @@ from typing import Any
 import sentencepiece
 
 from deepspeed_nmt.data.clean import segmented_words
-from deepspeed_nmt.data.sampler import Sampler, sampler_of
+from deepspeed_nmt.data.subword_regularization import SegmentationSampler, sampler_of
 from deepspeed_nmt.data.tokenizer import BOS, EOS, PAD, SPACE, UNK, UNKNOWN_TEXT
 from deepspeed_nmt.errors import DataError
 
@@ -60,7 +60,7 @@ class SentencePieceModel:
                 "restore its files"
             )
         self._symbols = {symbol: number for symbol, number in numbers.items() if number is not None}
-        self._sampler: tuple[float, Sampler[Any]] | None = None
+        self._sampler: tuple[float, SegmentationSampler[Any]] | None = None
         self._begins, self._symbol_numbers = tuple(self._symbols), frozenset(self._symbols.values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
@@ -75,7 +75,7 @@ class SentencePieceModel:
         return encoded
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int], alpha: float) -> list[list[int]]:
-        """Draw a segmentation of each line, in this thread; see :mod:`deepspeed_nmt.data.sampler`.
+        """Draw a segmentation of each line, in this thread; see :mod:`deepspeed_nmt.data.subword_regularization`.
 
         Args:
             texts: the lines.

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
-from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.segmentation import SampledSegmentations
 from deepspeed_nmt.errors import DataError, did_you_mean, shown
 from deepspeed_nmt.files import atomic_write_bytes
+from deepspeed_nmt.text import one_line
 
 INFO_FILE = "vocabulary.json"
 """Description of a vocabulary: SentencePiece's ``segmented``, or ``kind`` and special tokens of BERTs."""
@@ -34,7 +35,7 @@ class Tokenizer(ABC):
     Attributes:
         vocabulary: sizes and special tokens.
         segmented: True if text is already segmented in the ``@@ `` style, so that tokens are its words.
-        symbols: texts of the user's that are single tokens, such as tags of languages.
+        symbols: user-supplied texts that are single tokens, such as tags of languages.
     """
 
     vocabulary: Vocabulary
@@ -73,7 +74,7 @@ class Tokenizer(ABC):
         """
 
     def sample_batch(
-        self, texts: Sequence[str], side: Side, sampling: Sampling, number: int, first: int
+        self, texts: Sequence[str], side: Side, sampling: SampledSegmentations, number: int, first: int
     ) -> TokenLists:
         """Draw a segmentation of many lines of one side, without EOS, in this thread.
 
@@ -107,9 +108,16 @@ class Tokenizer(ABC):
             )
         return number
 
-    @abstractmethod
     def decode(self, tokens: Iterable[int], side: Side = "target") -> str:
-        """Decode tokens of one side: special ones are dropped, unknown ones become :data:`UNKNOWN_TEXT`."""
+        """Decode tokens of one side: special ones are dropped, unknown ones become :data:`UNKNOWN_TEXT`.
+
+        The text is one line: line breaks, such as the piece ``<0x0A>`` of byte fallback, become spaces.
+        """
+        return one_line(self._decoded(tokens, side))
+
+    @abstractmethod
+    def _decoded(self, tokens: Iterable[int], side: Side) -> str:
+        """Decode tokens as :meth:`decode`, but with any line breaks that they stand for."""
 
     @abstractmethod
     def pieces(self, tokens: Iterable[int], side: Side = "target") -> list[str]:

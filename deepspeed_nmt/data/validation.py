@@ -8,7 +8,7 @@ import numpy as np
 
 from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Indices, cut_update
+from deepspeed_nmt.data.batching import BatchConfig, Indices, divide_update
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import collate
 
@@ -42,7 +42,8 @@ class ValidationSet:
     ) -> Iterator[Batch]:
         """Yield this rank's batches, as many as on any other rank.
 
-        All batches belong to one update, so that means over its tokens or sentences do not depend on how it is cut.
+        All batches belong to one update, so that means over its tokens or sentences do not depend on how it is
+        divided.
 
         Args:
             sentences: pairs to take; default all. Shape: (N,)
@@ -53,6 +54,6 @@ class ValidationSet:
             sentences = np.arange(len(self.corpus), dtype=np.int64)
         source, target = self.corpus.source_lengths, self.corpus.target_lengths
         info = UpdateInfo(tokens=int(target[sentences].sum()), sentences=len(sentences))
-        for group in cut_update(sentences, source, target, self._ranks, self._limits)[self._rank]:
+        for group in divide_update(sentences, source, target, self._ranks, self._limits)[self._rank]:
             sources = None if source_of is None else np.array([source_of[int(i)] for i in group], dtype=np.int64)
             yield collate(self.corpus, group, self.vocabulary, info, sources)

@@ -41,8 +41,8 @@ class Window:
     ) -> Window:
         """Divide sentences into updates.
 
-        They are sorted by length and cut into grains of about equal target tokens. The grains are shuffled, and each
-        update takes the next few.
+        They are sorted by length and divided into grains of about equal target tokens. The grains are shuffled, and
+        each update takes the next few.
 
         Args:
             rows: numbers of the sentences; at least as many as there are updates. Shape: (sentences,)

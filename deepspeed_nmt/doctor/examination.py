@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from deepspeed_nmt import __version__
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.doctor.files import existing
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, local_ranks, run_program, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, run_program, warning
 from deepspeed_nmt.doctor.gpu import query
 from deepspeed_nmt.doctor.software import version_of
 from deepspeed_nmt.doctor.table import OF_A_GROUP, OF_A_HOST, OF_A_RANK, Check
 from deepspeed_nmt.errors import ConfigError, TrainingError
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace, local_ranks
 
 TOGETHER = "all hosts"
 """In place of a host's name in findings about several hosts."""
@@ -67,7 +67,7 @@ class Result:
         return any(line.level == "fault" for line in self.lines)
 
 
-def context_of(place: Place, run: Path | None, limit_s: float) -> Context:
+def context_of(place: RankPlace, run: Path | None, limit_s: float) -> JobContext:
     """Return the facts that the checks of this process start from.
 
     Under SLURM, ranks that were started without a rendezvous get one: the first node of the step, and a port that
@@ -86,7 +86,7 @@ def context_of(place: Place, run: Path | None, limit_s: float) -> Context:
             os.environ.setdefault("MASTER_PORT", str(20000 + int(job) * 7 % 10000))
     found, problem = query(os.environ.get("PATH"))
     environment = dict(os.environ)
-    return Context(
+    return JobContext(
         place=place,
         host=platform.node(),
         directory=existing(run or Path.cwd()),
@@ -98,7 +98,7 @@ def context_of(place: Place, run: Path | None, limit_s: float) -> Context:
     )
 
 
-def examine(context: Context) -> Result | None:
+def examine(context: JobContext) -> Result | None:
     """Make all checks; None on ranks whose findings another rank reports."""
     if context.place.ranks > 1:
         began = time.monotonic()
@@ -110,7 +110,7 @@ def examine(context: Context) -> Result | None:
     return Result(mine, [context.host], 1)
 
 
-def _begin_to_join(context: Context, pool: ThreadPoolExecutor) -> Future[Any]:
+def _begin_to_join(context: JobContext, pool: ThreadPoolExecutor) -> Future[Any]:
     """Connect to the other ranks in another thread, and tell rank 0 that this one is there.
 
     torch is imported in this thread before: a process in which two threads import it at once is aborted.
@@ -132,7 +132,7 @@ def _begin_to_join(context: Context, pool: ThreadPoolExecutor) -> Future[Any]:
     return pool.submit(join)
 
 
-def examine_alone(context: Context) -> list[Line]:
+def examine_alone(context: JobContext) -> list[Line]:
     """Make the checks that need no other rank: those of the host on its first rank, those of a rank on each."""
     tables = [OF_A_HOST, OF_A_RANK] if context.is_first_of_host else [OF_A_RANK]
     lines: list[Line] = []
@@ -141,7 +141,7 @@ def examine_alone(context: Context) -> list[Line]:
     return lines
 
 
-def _bound(check: Check, context: Context) -> Callable[[], list[Finding]]:
+def _bound(check: Check, context: JobContext) -> Callable[[], list[Finding]]:
     return lambda: check(context)
 
 
@@ -154,7 +154,7 @@ def _stamped(host: str, name: str, check: Callable[[], Iterable[Finding]]) -> li
         return [Line(host, name, *warning(text))]
 
 
-def _alone(context: Context) -> list[Finding]:
+def _alone(context: JobContext) -> list[Finding]:
     """Try a process group on this host."""
     try:
         import torch
@@ -165,7 +165,7 @@ def _alone(context: Context) -> list[Finding]:
     return collectives_of_this_host(context, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def facts_of(context: Context) -> dict[str, Any]:
+def facts_of(context: JobContext) -> dict[str, Any]:
     """Return what is compared with other ranks."""
     import torch
 
@@ -213,7 +213,7 @@ class _Meeting:
         began: time at which this rank began to connect.
     """
 
-    def __init__(self, context: Context, mine: list[Line], began: float) -> None:
+    def __init__(self, context: JobContext, mine: list[Line], began: float) -> None:
         self._context, self._mine, self._began = context, mine, began
 
     def result(self, joining: Future[Any]) -> Result | None:

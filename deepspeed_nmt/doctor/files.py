@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, gib, ok, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, gib, ok, warning
 
 _LEAST_BYTES, _FEW_BYTES = 2**30, 20 * 2**30
 """Free bytes below which a run cannot save any model, and below which it cannot save many large ones."""
@@ -42,7 +42,7 @@ def scratch(directory: Path, name: str) -> Iterator[Path]:
             path.unlink()
 
 
-def directory(context: Context) -> list[Finding]:
+def directory(context: JobContext) -> list[Finding]:
     """Check that the run directory can be written and locked, has room, and is fast."""
     place, name = context.directory, f"{context.host}-{os.getpid()}"
     kind = _file_system(place)
@@ -154,7 +154,7 @@ def _file_system(place: Path) -> str:
     return kind
 
 
-def temporary(context: Context) -> list[Finding]:
+def temporary(context: JobContext) -> list[Finding]:
     """Check the directories in which torch, Triton and DeepSpeed compile."""
     found = []
     home = Path(context.environment.get("HOME", "/"))

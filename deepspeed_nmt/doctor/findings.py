@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace
 
 Level = Literal["ok", "warning", "fault"]
 
@@ -43,7 +43,7 @@ def fault(text: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class HostGpu:
     """A GPU as the driver reports it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Context:
+class JobContext:
     """Facts that checks start from.
 
     Attributes:
@@ -78,13 +78,13 @@ class Context:
         driver_problem: message of an ``nvidia-smi`` that fails.
     """
 
-    place: Place
+    place: RankPlace
     host: str
     directory: Path
     limit_s: float = 120.0
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     local_ranks: int = 0
-    gpus: Sequence[Gpu] | None = None
+    gpus: Sequence[HostGpu] | None = None
     driver_problem: str = ""
 
     @property
@@ -145,33 +145,6 @@ def run_python(program: str, limit_s: float, *words: str) -> Output:
     return run_program([sys.executable, "-c", program, *words], limit_s)
 
 
-def local_ranks(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on this host as the launcher tells it; 0 if it does not."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _number(environment.get("LOCAL_WORLD_SIZE", "0"))
-    counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _number(environment.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else 0
-
-
-def expanded(counts: str) -> list[int]:
-    """Return the numbers of a list as SLURM writes it: "8(x2),4" is 8, 8 and 4."""
-    found = []
-    for part in filter(None, counts.split(",")):
-        number, _, times = part.partition("(x")
-        found += [_number(number)] * (_number(times.rstrip(")")) if times else 1)
-    return found
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
 def gib(size: float) -> str:
     """Return a number of bytes as text in GiB."""
     return f"{size / 2**30:,.1f} GiB"
-
-
-def jsonable(finding: Finding) -> list[Any]:
-    """Return a finding as a list for JSON."""
-    return [finding.level, finding.text]

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 
-from deepspeed_nmt.doctor.findings import Context, Finding, Gpu, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.errors import ConfigError, counted
 from deepspeed_nmt.parallel.builds import driver_problem, lock_for
 
@@ -25,7 +25,7 @@ _USED_GIB = 1.0
 """Memory (GiB) in use on a GPU that is more than the driver's own."""
 
 
-def query(path: str | None) -> tuple[list[Gpu] | None, str]:
+def query(path: str | None) -> tuple[list[HostGpu] | None, str]:
     """Return the GPUs of this host, None without ``nvidia-smi``; and the reason if it fails, else "".
 
     Args:
@@ -42,15 +42,15 @@ def query(path: str | None) -> tuple[list[Gpu] | None, str]:
     return [], (done.text.strip().splitlines() or [done.problem])[-1]
 
 
-def _gpu(row: Mapping[str, str]) -> Gpu:
+def _gpu(row: Mapping[str, str]) -> HostGpu:
     """Return the GPU of a row of ``nvidia-smi``."""
     major, _, minor = row.get("compute_cap", "").partition(".")
     capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
     sizes = [float(row[name]) / 1024 if row[name].isdecimal() else 0.0 for name in ("memory.total", "memory.used")]
-    return Gpu(row["name"], row["driver_version"], sizes[0], sizes[1], capability, dict(row))
+    return HostGpu(row["name"], row["driver_version"], sizes[0], sizes[1], capability, dict(row))
 
 
-def gpus(context: Context) -> list[Finding]:
+def gpus(context: JobContext) -> list[Finding]:
     """Report the GPUs, and states of theirs that slow a training down or stop it."""
     if context.gpus is None:
         return [ok("no nvidia-smi, so no NVIDIA GPU here")]
@@ -82,7 +82,7 @@ def gpus(context: Context) -> list[Finding]:
     return found
 
 
-def _states(number: int, gpu: Gpu) -> list[Finding]:
+def _states(number: int, gpu: HostGpu) -> list[Finding]:
     """Return what is wrong with a GPU."""
     found, name = [], f"GPU {number} ({gpu.name})"
     if gpu.states.get("mig.mode.current") == "Enabled":
@@ -115,7 +115,7 @@ def _states(number: int, gpu: Gpu) -> list[Finding]:
     return found
 
 
-def torch_build(context: Context) -> list[Finding]:
+def torch_build(context: JobContext) -> list[Finding]:
     """Compare torch's build with the GPUs and the driver."""
     try:
         import torch
@@ -132,7 +132,7 @@ def torch_build(context: Context) -> list[Finding]:
     return found or [ok(f"torch sees {counted(torch.cuda.device_count(), 'GPUs')}, and has kernels for all it sees")]
 
 
-def _invisible(context: Context) -> Finding:
+def _invisible(context: JobContext) -> Finding:
     """Return the reason for which torch sees no GPU although the driver does."""
     import torch
 
@@ -156,7 +156,7 @@ def _invisible(context: Context) -> Finding:
     )
 
 
-def gpu_of_rank(context: Context) -> list[Finding]:
+def gpu_of_rank(context: JobContext) -> list[Finding]:
     """Check that this rank has a GPU of its own, if there are GPUs."""
     if not context.has_gpus or context.place.ranks == 1:
         return []

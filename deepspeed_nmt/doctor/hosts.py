@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_nmt.doctor.files import can_lock, scratch, sees_token, write_token
-from deepspeed_nmt.doctor.findings import Context, Finding, expanded, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.doctor.limits import infiniband
 from deepspeed_nmt.doctor.network import transports
 from deepspeed_nmt.parallel.exchange import Exchange
+from deepspeed_nmt.parallel.launched import expanded
 from deepspeed_nmt.parallel.trial import WAITED, Outcome, Trial, trial_on_this_host
 
 _CLOCK_S = 1.0
@@ -36,7 +37,7 @@ class Group:
         facts: of each rank: its host, and what must agree.
     """
 
-    context: Context
+    context: JobContext
     exchange: Exchange
     facts: Mapping[int, Mapping[str, Any]]
 
@@ -194,7 +195,7 @@ def collectives(group: Group) -> list[Finding]:
     return judge(backend, outcomes, names, len(group.first_ranks), used, devices)
 
 
-def collectives_of_this_host(context: Context, gpus: int) -> list[Finding]:
+def collectives_of_this_host(context: JobContext, gpus: int) -> list[Finding]:
     """Let ranks on this host add numbers: one for each GPU, or two on the CPU.
 
     Args:
@@ -263,7 +264,7 @@ def judge(
     return found
 
 
-def missing_hosts(context: Context, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
+def missing_hosts(context: JobContext, group_hosts: Mapping[int, str], missing: Sequence[int]) -> list[str]:
     """Return the hosts of ranks that have not connected, as far as the launcher tells them.
 
     Args:

@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from deepspeed_nmt.doctor.findings import Context, Finding, expanded, fault, ok, run_program, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_program, warning
 from deepspeed_nmt.errors import counted
+from deepspeed_nmt.parallel.launched import expanded
 
 _QUERY_S = 30.0
 _SIGNAL_LEAD_S, _SHORT_S = 300, 1800
@@ -16,7 +17,7 @@ _SIGNAL_LEAD_S, _SHORT_S = 300, 1800
 _SIGNAL = re.compile(r"^#SBATCH\s+(?:.*\s)?--signal[=\s]\s*(\S+)", re.MULTILINE)
 
 
-def job(context: Context) -> list[Finding]:
+def job(context: JobContext) -> list[Finding]:
     """Check time limit, signal and requeueing of the job that this process belongs to."""
     number = context.environment.get("SLURM_JOB_ID")
     if context.place.rank:
@@ -83,7 +84,7 @@ def _requeue(record: Mapping[str, str], number: str) -> list[Finding]:
     ]
 
 
-def _signal(context: Context, number: str) -> list[Finding]:
+def _signal(context: JobContext, number: str) -> list[Finding]:
     """Return what is wrong with the signal that announces a job's time limit."""
     script = run_program(["scontrol", "write", "batch_script", number, "-"], _QUERY_S)
     match = _SIGNAL.search(script.text)
@@ -114,7 +115,7 @@ def _signal(context: Context, number: str) -> list[Finding]:
     return [ok(f"the batch shell is signalled before the time limit (--signal {signal})")]
 
 
-def tasks(context: Context) -> list[Finding]:
+def tasks(context: JobContext) -> list[Finding]:
     """Compare the tasks on this host with its GPUs."""
     if "SLURM_STEP_ID" not in context.environment or not context.local_ranks:
         return []

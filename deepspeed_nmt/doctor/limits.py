@@ -7,10 +7,11 @@ import os
 import resource
 from pathlib import Path
 
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, gib, ok, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, gib, ok, warning
 from deepspeed_nmt.errors import counted
+from deepspeed_nmt.parallel.host_memory import UNKNOWN, host_memory
 
-_CGROUPS, _PROC, _SHM = Path("/sys/fs/cgroup"), Path("/proc"), Path("/dev/shm")
+_ROOT, _SHM = Path("/"), Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
 _MEMORY_OF_A_RANK = 3 * 2**30
 """Bytes of host memory that a rank needs for its libraries and buffers."""
@@ -20,19 +21,14 @@ _FILES, _FILES_OF_A_RANK = 768, 8
 """Open files that a rank needs for itself, and for each other rank."""
 
 
-def memory(context: Context) -> list[Finding]:
+def memory(context: JobContext) -> list[Finding]:
     """Compare the memory of the host, or of its control group, with the number of ranks."""
-    facts = dict(line.split(":", 1) for line in _text(_PROC / "meminfo").splitlines() if ":" in line)
-    sizes = {name: 1024 * int(facts[name].split()[0]) for name in ("MemTotal", "MemAvailable") if name in facts}
-    limit, used = _control_group()
-    ranks = max(1, context.local_ranks)
-    free = min(sizes.get("MemAvailable", math.inf), limit - used)
-    total = min(sizes.get("MemTotal", math.inf), limit)
-    if free == math.inf:
+    found, ranks = host_memory(_ROOT), max(1, context.local_ranks)
+    if found.available >= UNKNOWN:
         return [ok("the memory of this host is not known")]
-    bounded = " (limit of the job or container)" if limit < sizes.get("MemTotal", math.inf) else ""
-    state = f"{gib(free)} of {gib(total)}{bounded} are free for {counted(ranks, 'ranks')}"
-    if free < ranks * _MEMORY_OF_A_RANK:
+    bounded = " (limit of the job or container)" if found.is_limited else ""
+    state = f"{gib(found.available)} of {gib(found.total)}{bounded} are free for {counted(ranks, 'ranks')}"
+    if found.available < ranks * _MEMORY_OF_A_RANK:
         return [
             fault(
                 f"each rank needs {gib(_MEMORY_OF_A_RANK)} of this host's memory before the model, but {state}; ask "
@@ -44,7 +40,7 @@ def memory(context: Context) -> list[Finding]:
 
 def _overcommit() -> list[Finding]:
     """Return a warning if the system refuses to reserve more memory than it has."""
-    if _text(_PROC / "sys/vm/overcommit_memory").strip() != "2":
+    if _text(_ROOT / "proc/sys/vm/overcommit_memory").strip() != "2":
         return []
     return [
         warning(
@@ -54,28 +50,7 @@ def _overcommit() -> list[Finding]:
     ]
 
 
-def _control_group() -> tuple[float, float]:
-    """Return the lowest limit of this process's control groups, and its use, in bytes; inf and 0 without one."""
-    lowest = (math.inf, 0.0)
-    for line in _text(_PROC / "self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers == "":  # version 2
-            root, names = _CGROUPS, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents):
-            limit, used = (_text(place / name).strip() for name in names)
-            if limit.isdecimal() and int(limit) < min(lowest[0], 2**60):
-                lowest = (int(limit), int(used) if used.isdecimal() else 0)
-            if place == root:
-                break
-    return lowest
-
-
-def shared_memory(context: Context) -> list[Finding]:
+def shared_memory(context: JobContext) -> list[Finding]:
     """Check the size of /dev/shm, over which NCCL joins GPUs of a host that cannot reach each other directly."""
     try:
         state = os.statvfs(_SHM)
@@ -94,7 +69,7 @@ def shared_memory(context: Context) -> list[Finding]:
     ]
 
 
-def processes(context: Context) -> list[Finding]:
+def processes(context: JobContext) -> list[Finding]:
     """Check the limits of open files, locked memory and processes."""
     found = []
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -136,7 +111,7 @@ def infiniband() -> list[str]:
         return []
 
 
-def threads(context: Context) -> list[Finding]:
+def threads(context: JobContext) -> list[Finding]:
     """Compare the threads of all ranks of this host with its CPUs."""
     allowed, ranks = len(os.sched_getaffinity(0)), max(1, context.local_ranks)
     # Ranks that are bound have CPUs of their own, otherwise they share those of the host.
@@ -175,10 +150,10 @@ def threads(context: Context) -> list[Finding]:
 
 def _cpu_quota() -> float:
     """Return the number of CPUs that the control group may use; inf without a limit."""
-    for line in _text(_PROC / "self/cgroup").splitlines():
+    for line in _text(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
-            words = _text(_CGROUPS / path.lstrip("/") / "cpu.max").split()
+            words = _text(_ROOT / "sys/fs/cgroup" / path.lstrip("/") / "cpu.max").split()
             if len(words) == 2 and words[0].isdecimal():
                 return int(words[0]) / int(words[1])
     return math.inf

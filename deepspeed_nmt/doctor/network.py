@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, ok, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, warning
 from deepspeed_nmt.doctor.limits import infiniband
 from deepspeed_nmt.errors import shown
 
@@ -20,7 +20,7 @@ _CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (\S+)")
 _NETWORK = re.compile(r"NET/(\w+) ?: Using (.+)")
 
 
-def names(context: Context) -> list[Finding]:
+def names(context: JobContext) -> list[Finding]:
     """Check that this host's name and that of rank 0's host can be resolved."""
     found = []
     own = _addresses(context.host)
@@ -55,7 +55,7 @@ def _addresses(name: str) -> list[str]:
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
-def interfaces(context: Context) -> list[Finding]:
+def interfaces(context: JobContext) -> list[Finding]:
     """Check that the network interfaces that are named exist, and report what is set for NCCL and gloo."""
     present = [name for _, name in socket.if_nameindex()]
     found = []
@@ -85,7 +85,7 @@ def interfaces(context: Context) -> list[Finding]:
     return found or [ok(f"{state}{f'; {chr(32).join(set_here)}' * bool(set_here)}")]
 
 
-def port(context: Context) -> list[Finding]:
+def port(context: JobContext) -> list[Finding]:
     """Check the port of the rendezvous, and the range from which launchers choose it."""
     found = []
     low, high = _ephemeral()

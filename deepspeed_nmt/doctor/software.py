@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from deepspeed_nmt import __version__
-from deepspeed_nmt.doctor.findings import Context, Finding, fault, ok, run_python, warning
+from deepspeed_nmt.doctor.findings import Finding, JobContext, fault, ok, run_python, warning
 from deepspeed_nmt.parallel.builds import lock_for
 
 _IMPORT_S, _KERNELS_S = 180.0, 300.0
@@ -27,13 +27,13 @@ sys.stdout.write(json.dumps(found))
 """Program that compiles every kernel, and compares it with torch on a few numbers."""
 
 
-def python(context: Context) -> list[Finding]:
+def python(context: JobContext) -> list[Finding]:
     """Report Python and this package."""
     place = Path(__file__).parents[1]
     return [ok(f"Python {platform.python_version()} ({sys.executable}), deepspeed_nmt {__version__} ({place})")]
 
 
-def packages(context: Context) -> list[Finding]:
+def packages(context: JobContext) -> list[Finding]:
     """Compare the installed packages with the ranges that this package works with."""
     try:
         from packaging.requirements import Requirement
@@ -60,7 +60,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def torch(context: Context) -> list[Finding]:
+def torch(context: JobContext) -> list[Finding]:
     """Import torch, in this process: the exchange with other ranks needs it."""
     try:
         import torch
@@ -71,7 +71,7 @@ def torch(context: Context) -> list[Finding]:
     return [ok(f"torch {torch.__version__}, built {built}")]
 
 
-def deepspeed(context: Context) -> list[Finding]:
+def deepspeed(context: JobContext) -> list[Finding]:
     """Import DeepSpeed, in a process of its own: it may end its process."""
     done = run_python("import deepspeed; print(deepspeed.__version__)", _IMPORT_S)
     if done.status:
@@ -84,7 +84,7 @@ def deepspeed(context: Context) -> list[Finding]:
     return [ok(f"DeepSpeed {done.text.split()[-1]} can be imported")]
 
 
-def compiler(context: Context) -> list[Finding]:
+def compiler(context: JobContext) -> list[Finding]:
     """Look for the C compiler that Triton, torch.compile and DeepSpeed's operations call."""
     named = context.environment.get("CC", "")
     path = context.environment.get("PATH")
@@ -98,7 +98,7 @@ def compiler(context: Context) -> list[Finding]:
     return [fault(text) if context.has_gpus else warning(text)]
 
 
-def kernels(context: Context) -> list[Finding]:
+def kernels(context: JobContext) -> list[Finding]:
     """Compile and run the kernels of Triton and apex on a GPU, and compare them with torch."""
     missing = [name for name in ("triton",) if version_of(name) is None]
     if not context.has_gpus:
@@ -131,7 +131,7 @@ def kernels(context: Context) -> list[Finding]:
     return found
 
 
-def _lock(context: Context) -> str:
+def _lock(context: JobContext) -> str:
     """Return the lock to install on this host."""
     if not context.gpus:
         return "requirements/cpu.txt"

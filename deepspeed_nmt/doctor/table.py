@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deepspeed_nmt.doctor import files, gpu, job, limits, network, software
-from deepspeed_nmt.doctor.findings import Context, Finding
+from deepspeed_nmt.doctor.findings import Finding, JobContext
 
-Check = Callable[[Context], list[Finding]]
+Check = Callable[[JobContext], list[Finding]]
 
 OF_A_HOST: dict[str, Check] = {
     "python": software.python,

@@ -10,6 +10,7 @@ and reports the norm of the gradient of this quotient.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import TrainModule
-from deepspeed_nmt.engine.gathering import HostCopies, names_by_layer
-from deepspeed_nmt.engine.host_memory import HostBuffer
+from deepspeed_nmt.engine.host_memory import HostBuffer, HostCopies
 from deepspeed_nmt.engine.norms import Squares
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -157,7 +158,7 @@ class Engine(ABC):
 
         Collective: all ranks must iterate. They gather the parameters of a layer together.
         """
-        for names in names_by_layer(self.module.model):
+        for names in _names_by_layer(self.module.model):
             yield from map(ParameterState, names, self._gather([(name, WEIGHT) for name in names]))
 
     def state(self, copy: bool = True, buffer: HostBuffer | None = None) -> Iterator[ParameterState]:
@@ -170,7 +171,7 @@ class Engine(ABC):
             buffer: memory for the copies, which are complete after :meth:`HostBuffer.wait`; None for new memory.
         """
         on_host = buffer or (HostCopies(self.device) if copy else list)
-        for names in names_by_layer(self.module.model):
+        for names in _names_by_layer(self.module.model):
             wanted = [(name, which) for name in names for which in (WEIGHT, *self._moments_of(name))]
             found = dict(zip(wanted, on_host(self._gather(wanted)), strict=True))
             for name in names:
@@ -204,6 +205,14 @@ class Engine(ABC):
     def close(self) -> None:
         """Release the resources of the engine."""
         return None
+
+
+def _names_by_layer(model: TranslationModel) -> Iterator[list[str]]:
+    """Yield the names of a model's parameters in order: those of a layer together, and those between layers."""
+    layer_of = {part: number for number, layer in enumerate(model.all_layers()) for part in layer.parameters()}
+    named = model.named_parameters()
+    for _, group in itertools.groupby(named, key=lambda each: layer_of.get(each[1])):
+        yield [name for name, _ in group]
 
 
 def seed_dropout(batch: Batch, rank: int) -> None:

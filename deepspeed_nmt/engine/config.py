@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Container, Mapping
+from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
-from deepspeed_nmt.errors import shown
+from deepspeed_nmt.errors import ConfigError, shown
 from deepspeed_nmt.kernels.backends import parse_setting
 from deepspeed_nmt.registry import Config
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def _recompute(value: object) -> object:
@@ -37,18 +36,22 @@ def _off(value: object) -> object:
 
 KernelsSetting = Annotated[str, BeforeValidator(_kernels)]
 Recompute = Annotated[int | Literal["auto"], BeforeValidator(_recompute)]
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Data types of the forward and backward pass, by precision."""
+DEFAULT_DS_CONFIG = "zero2"
+"""DeepSpeed's configuration where ``engine.ds_config`` is not set. Runs of older versions record it."""
 
 
 class EngineConfig(Config):
     """Settings of the engine that carries out updates."""
 
     name: Literal["auto", "plain", "deepspeed"] = Field(
-        default="auto", description="plain (torch alone) or deepspeed; auto: deepspeed on several ranks, plain on one"
+        default="auto",
+        description="plain (torch alone) or deepspeed; auto: deepspeed on several ranks, or if `ds_config` is given, "
+        "else plain",
     )
-    ds_config: str = Field(
-        default="zero2", description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json"
+    ds_config: str | None = Field(
+        default=None,
+        description="DeepSpeed's JSON: a path, or the name of a file in ds_configs/ without .json; null: zero2, if "
+        "the run uses DeepSpeed",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto", description="auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU"
@@ -105,6 +108,33 @@ class EngineConfig(Config):
         le=1e8,
         description="time limit in seconds of waiting for another rank, and of saving or validating",
     )
+
+    @override
+    @classmethod
+    def upgraded(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        if recorded.get("name") in ("auto", "plain") and recorded.get("ds_config") == DEFAULT_DS_CONFIG:
+            return {**recorded, "ds_config": None}
+        return recorded
+
+    def chosen_by(self, given: Container[str]) -> EngineConfig:
+        """Return the settings with DeepSpeed as the engine, if the user gives a configuration of DeepSpeed.
+
+        A recorded ``ds_config`` chooses nothing: older versions ignored it on one rank, and with ``name=plain``.
+
+        Args:
+            given: names of the settings that the user gives, now and not in the run that is resumed.
+
+        Raises:
+            ConfigError: if the engine is plain torch, which would ignore it.
+        """
+        if "ds_config" not in given or self.ds_config is None or self.name == "deepspeed":
+            return self
+        if self.name == "plain":
+            raise ConfigError(
+                f"engine.ds_config must be left out with engine.name=plain, which ignores it, but is "
+                f"{shown(self.ds_config)}; use engine.name=deepspeed, or engine.ds_config=null"
+            )
+        return self.model_copy(update={"name": "deepspeed"})
 
 
 def uses_deepspeed(config: EngineConfig, ranks: int) -> bool:

@@ -46,11 +46,11 @@ from deepspeed_nmt.engine.base import (
     not_finite,
     seed_dropout,
 )
-from deepspeed_nmt.engine.config import DTYPES
 from deepspeed_nmt.engine.ds_config import zero_stage
 from deepspeed_nmt.engine.feed import on_device
 from deepspeed_nmt.engine.norms import AdamPart, adam_groups, squared_changes, squares_of, whole_squares
 from deepspeed_nmt.engine.shards import GRADIENT, shard
+from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.parallel.collectives import all_reduce_over_data_ranks, gather_over_data_ranks
 from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
 from deepspeed_nmt.parallel.tensor import ModelParallelUnit

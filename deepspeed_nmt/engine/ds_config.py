@@ -7,12 +7,14 @@ precision) are "auto" or absent in it. A different value there is an error; it i
 from __future__ import annotations
 
 import copy
+import difflib
 from pathlib import Path
 from typing import Any
 
-from deepspeed_nmt.engine.config import Precision
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, did_you_mean, shown
 from deepspeed_nmt.files import parse_json
+from deepspeed_nmt.kernels.precision import Precision
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _KNOWN_KEYS = {
@@ -23,12 +25,21 @@ _KNOWN_KEYS = {
     *("zero_force_ds_cpu_optimizer", "data_types", "seq_parallel_communication_data_type", "memory_breakdown"),
     *("disable_allgather", "activation_checkpointing", "tensorboard", "csv_monitor", "wandb", "checkpoint"),
     *("compile", "torch_autocast", "tensor_parallel", "elasticity", "autotuning", "data_efficiency"),
+    *("gradient_allreduce_op", "disable_python_gc", "log_level", "timers", "hybrid_engine"),
+    *("managed_gradient_accumulation", "bfloat16", "amp", "weight_quantization", "expert_parallel", "pipeline"),
+    *("use_data_before_expert_parallelism", "datastates_ckpt", "curriculum_learning", "compression_training"),
 }
-"""Top-level keys of DeepSpeed's configuration."""
+"""Top-level keys of DeepSpeed's configuration. Other versions of DeepSpeed may have more."""
+_ALIKE = 0.85
+"""Similarity from which a key is a misspelling of a known one."""
 _FORBIDDEN_KEYS = {
     "optimizer": "the optimizer.* settings",
     "scheduler": "the schedule.* settings",
     "torch_autocast": "engine.precision (DeepSpeed's autocast is wrong with clipping)",
+    "bfloat16": "engine.precision (its name is 'bf16' today)",
+    "amp": "engine.precision",
+    "managed_gradient_accumulation": "the engine, which begins and ends each update,",
+    "gradient_allreduce_op": "the engine, which divides the loss by the tokens of an update,",
     "activation_checkpointing": "engine.recompute_* (DeepSpeed's fails if layers share weights)",
     "tensorboard": "this program's own TensorBoard log",
     "elasticity": "batch.update_tokens, which does not depend on the number of GPUs",
@@ -139,15 +150,17 @@ def complete_ds_config(
         A complete copy of the configuration.
 
     Raises:
-        ConfigError: for every key that is unknown or contradicts the run's settings, and for 16-bit precision with
-            ZeRO stage 0.
+        ConfigError: for every key that looks misspelt or contradicts the run's settings, and for 16-bit precision
+            with ZeRO stage 0.
     """
     problems = []
     for key in content:
-        if key not in _KNOWN_KEYS:
-            problems.append(f"DeepSpeed has no setting '{key}'{did_you_mean(key, _KNOWN_KEYS)}")
-        elif key in _FORBIDDEN_KEYS:
+        if key in _FORBIDDEN_KEYS:
             problems.append(f"'{key}' must not be in the DeepSpeed configuration: {_FORBIDDEN_KEYS[key]} decides it")
+        elif key not in _KNOWN_KEYS and (close := difflib.get_close_matches(key, _KNOWN_KEYS, 1, _ALIKE)):
+            problems.append(f"'{key}' in the DeepSpeed configuration looks misspelt; did you mean '{close[0]}'?")
+        elif key not in _KNOWN_KEYS:
+            logger.warning("'%s' in the DeepSpeed configuration is not known here; DeepSpeed gets it unchanged", key)
     owned: dict[str, tuple[Any, str]] = {
         "train_batch_size": (ranks, "batch.update_tokens"),
         "train_micro_batch_size_per_gpu": (1, "batch.micro_tokens"),
@@ -167,7 +180,7 @@ def complete_ds_config(
     if precision != "fp32" and zero_stage(content) == 0:
         problems.append(
             f"{precision} needs ZeRO stage 1 or more: at stage 0 DeepSpeed takes a hidden first Adam step; "
-            "use engine.ds_config=zero1, or engine.name=plain"
+            "use engine.ds_config=zero1, or engine.name=plain engine.ds_config=null"
         )
     if problems:
         raise ConfigError(problems)

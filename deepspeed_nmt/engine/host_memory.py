@@ -1,9 +1,8 @@
-"""Host memory: how much of it is available, and a buffer for copies of the training state."""
+"""Copies of the training state in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,52 +14,29 @@ _BYTES = 4
 """Bytes of an element: weights and moments are copied as fp32."""
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory in bytes that this process can still take.
+class HostCopies:
+    """Copies of fp32 tensors in host memory of their own.
 
-    It is the least of what the system has left and what the control groups of the process leave it: a container, or a
-    job of SLURM. A number too large to matter is returned where neither is known.
+    From a GPU, tensors are copied to one buffer of pinned memory, which is reused, and waited for together.
 
     Args:
-        root: root of the file system that describes them.
+        device: that the tensors are on; they may also be on the CPU.
     """
-    found = [1 << 62]
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) << 10)
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            found += _left(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            found += _left(root / "sys/fs/cgroup/memory", path, *files)
-    return max(0, min(found))
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = torch.empty(0)
 
-def _left(top: Path, path: str, limit_file: str, usage_file: str) -> Iterator[int]:
-    """Yield the bytes that a control group and those around it leave.
-
-    Inside a container the path may be that of the host; then only the top is there.
-    """
-    group = top / path.lstrip("/")
-    for directory in (group, *group.parents):
-        limit, usage = _lines(directory / limit_file), _lines(directory / usage_file)
-        if limit and usage and limit[0].isdigit():
-            cached = [
-                line.split()[1] for line in _lines(directory / "memory.stat") if line.startswith("inactive_file ")
-            ]
-            yield int(limit[0]) - int(usage[0]) + int(cached[0] if cached else 0)
-        if directory == top:
-            return
-
-
-def _lines(file: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the tensors on the CPU."""
+        if self._device.type != "cuda":
+            return [tensor.clone() for tensor in tensors]
+        count = _elements(tensors)
+        if count > self._pinned.numel():
+            self._pinned = torch.empty(count, pin_memory=True)
+        parts = _copy_into(self._pinned, tensors)
+        _wait_for(self._device)
+        return [part.clone() for part in parts]
 
 
 def _cuda_runtime() -> Any:
@@ -105,18 +81,13 @@ class HostBuffer:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the tensors, as parts of the buffer; from a GPU they are complete after :meth:`wait`."""
-        sizes = [tensor.numel() for tensor in tensors]
-        room = self._flat[self._used : self._used + sum(sizes)]
-        self._used += sum(sizes)
-        parts = [part.view(tensor.shape) for part, tensor in zip(torch.split(room, sizes), tensors, strict=True)]
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor, non_blocking=True)
+        parts = _copy_into(self._flat[self._used :], tensors)
+        self._used += _elements(tensors)
         return parts
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        _wait_for(self._device)
 
     def close(self) -> None:
         """Release the memory."""
@@ -124,3 +95,22 @@ class HostBuffer:
             _cuda_runtime().cudaHostUnregister(self._flat.data_ptr())
             self._locked = False
         self._flat = torch.empty(0)
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _copy_into(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors one after another into a flat one, and return its parts; from a GPU, without waiting for it."""
+    parts = torch.split(flat[: _elements(tensors)], [tensor.numel() for tensor in tensors])
+    copies = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    return copies
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for the copies from a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.objective import LossOutput, TrainModule
+from deepspeed_nmt.engine.accumulation import COLLECTED_BYTES, GradientSums
 from deepspeed_nmt.engine.base import (
     MOMENTS,
     Engine,
@@ -25,9 +26,9 @@ from deepspeed_nmt.engine.base import (
     not_finite,
     seed_dropout,
 )
-from deepspeed_nmt.engine.config import DTYPES, Precision
 from deepspeed_nmt.engine.feed import on_device
 from deepspeed_nmt.engine.norms import AdamPart, Squares, adam_groups, squared_changes, squares_of, whole_squares
+from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.collectives import all_reduce_in_buckets
 from deepspeed_nmt.parallel.slices import gather, scatter, total_norm
 from deepspeed_nmt.parallel.world import World
@@ -66,6 +67,7 @@ class PlainEngine(Engine):
         self._groups = adam_groups(optimizer)
         # Frozen weights are saved from these copies; the model's are rounded.
         self._frozen: dict[str, Tensor] = {}
+        self._sums: GradientSums | None = None
         self._masters = self._named if precision == "fp32" else self._narrow(DTYPES[precision])
         self._scale = LossScale(2.0**16, 1000) if precision == "fp16" else LossScale(1.0, 0)
 
@@ -138,14 +140,13 @@ class PlainEngine(Engine):
         for name, parameter in self.module.model.named_parameters():
             if parameter.requires_grad:
                 masters[parameter] = nn.Parameter(parameter.detach())
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _add_gradient_to(masters[parameter])
-                )
             else:
                 self._frozen[name] = parameter.detach().cpu()
         for group in self._optimizer.param_groups:
             group["params"] = [masters[parameter] for parameter in group["params"]]
         self.module.to(dtype)  # the masters keep the fp32 tensors
+        # A CPU has no launches to save, and collecting moves more bytes.
+        self._sums = GradientSums(masters, 0 if self.device.type == "cpu" else COLLECTED_BYTES)
         return {name: masters[parameter] for name, parameter in self._named.items()}
 
     def _backward(self, batch: Batch, factor: float) -> LossOutput:
@@ -154,6 +155,8 @@ class PlainEngine(Engine):
         seed_dropout(batch, self._world.data_rank)
         output: LossOutput = self.module(batch)
         (output.loss * factor).backward()  # type: ignore[no-untyped-call]
+        if self._sums is not None:
+            self._sums.flush()
         return output
 
     def _step(self) -> None:
@@ -203,17 +206,3 @@ class PlainEngine(Engine):
                 master.grad = torch.zeros_like(master)
             gradients.append(master.grad)
         return gradients
-
-
-def _add_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """Return a hook that adds a weight's new gradient to that of its master, and frees it."""
-
-    def add(weight: Tensor) -> None:
-        assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.to(master.dtype)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None
-
-    return add

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_nmt.engine.config import DTYPES, EngineConfig, Precision, uses_deepspeed
+from deepspeed_nmt.engine.config import DEFAULT_DS_CONFIG, EngineConfig, uses_deepspeed
 from deepspeed_nmt.engine.ds_config import (
     complete_ds_config,
     load_ds_config,
@@ -16,6 +16,7 @@ from deepspeed_nmt.engine.ds_config import (
     zero_stage,
 )
 from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.precision import DTYPES, Precision, native_precision
 from deepspeed_nmt.parallel.world import World
 
 
@@ -39,13 +40,6 @@ class EngineSettings:
         return None if self.ds_config is None else zero_stage(dict(self.ds_config))
 
 
-def native_precision(device: torch.device) -> Precision:
-    """Return the precision of "auto": bf16 on a GPU from sm_80 up, fp16 on an older GPU, fp32 on a CPU."""
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-
-
 def validation_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """Return the dtype of validation: that of training on a GPU, fp32 on a CPU."""
     return DTYPES[precision] if device.type == "cuda" else torch.float32
@@ -67,13 +61,15 @@ def resolve_engine_for(
         clip_norm: maximum norm of the gradient; 0 disables clipping.
         ranks: processes of the run.
         data_ranks: size of a data-parallel group.
-        native: precision of "auto" on the device; see :func:`native_precision`.
+        native: precision of "auto" on the device; see :func:`deepspeed_nmt.kernels.precision.native_precision`.
 
     Raises:
         ConfigError: if the device does not support the precision, or the DeepSpeed configuration is missing or
             contradicts the run.
     """
-    content = load_ds_config(config.ds_config) if uses_deepspeed(config, ranks) else None
+    content = None
+    if uses_deepspeed(config, ranks):
+        content = load_ds_config(DEFAULT_DS_CONFIG if config.ds_config is None else config.ds_config)
     wanted = config.precision if content is None else wanted_precision(content, config.precision)
     precision: Precision = native if wanted == "auto" else wanted  # type: ignore[assignment]
     if precision == "bf16" and native == "fp16":

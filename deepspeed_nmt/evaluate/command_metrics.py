@@ -109,7 +109,7 @@ class CommandMetric(Metric):
     def problem(self) -> str:
         """Reason why the program cannot be called, as a sentence; "" if there is none."""
         if not self.path.is_file():
-            what = "is no file" if self.path.exists() else "does not exist"
+            what = "is not a file" if self.path.exists() else "does not exist"
             return f"the metric {self.name} must be a program, but {self.path} {what}; correct the path"
         if not os.access(self.path, os.X_OK):
             return (

@@ -129,14 +129,18 @@ def validation_metric(runs: Iterable[RunCurves]) -> Metric:
 
 
 def _entry(line: bytes) -> dict[str, float]:
-    """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash."""
+    """Return the numbers in a line of the log by tag; nothing if the line is incomplete, as after a crash.
+
+    A number that was not finite is null. Older runs have NaN and Infinity there.
+    """
     try:
         content = parse_json(line)
     except ValueError:
         return {}
     if not isinstance(content, dict):
         return {}
-    return {tag: value for tag, value in content.items() if isinstance(value, int | float)}
+    numbers = {tag: math.nan if value is None else value for tag, value in content.items()}
+    return {tag: value for tag, value in numbers.items() if isinstance(value, int | float)}
 
 
 def _is_placed(entry: Mapping[str, float]) -> bool:

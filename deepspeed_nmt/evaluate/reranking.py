@@ -1,4 +1,4 @@
-"""Choice of the weights of deep-shallow decoding on a validation set, from n-best lists with the scores of both nets.
+"""Choice of the weights of deep-shallow decoding on a validation set, from n-best lists with scores by both exits.
 
 The candidates do not depend on alpha and the exponent, so each pair only chooses among the same candidates, whose
 n-grams are counted once: hundreds of pairs take seconds.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_nmt.deep_shallow import ALPHA, EXITS, EXPONENT, total_of
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.bleu import (
     TokenisedBleu,
@@ -29,15 +30,14 @@ from deepspeed_nmt.files import shown_name
 
 Converter = Callable[[Sequence[str]], list[str]]
 """Function that converts sentences."""
-DEFAULT = (0.5, 0.4)
+DEFAULT = (ALPHA, EXPONENT)
 """Alpha and exponent of Wu et al. (2019)."""
 ALPHAS = tuple(number / 10 for number in range(11))
-"""Weights that are tried of the net that proposed a candidate."""
+"""Weights that are tried of the exit that proposed a candidate."""
 EXPONENTS = tuple(number / 10 for number in range(-10, 11))
 """Exponents that are tried: 0 ranks by mean log-probability, 1 by log-probability."""
 
-_NETS = ("deep", "shallow")
-_NEEDED = {*_NETS, *(f"by_{net}" for net in _NETS), "tokens"}
+_NEEDED = {*EXITS, *(f"by_{exit}" for exit in EXITS), "tokens"}
 
 
 @dataclass(frozen=True)
@@ -98,39 +98,39 @@ class Tuning:
 
 
 class RerankLists:
-    """N-best lists of both nets, as arrays.
+    """N-best lists of both exits, as arrays.
 
     Args:
-        lists: the candidates of each line. That of an empty line, which no net has scored, stands alone.
+        lists: the candidates of each line. That of an empty line, which neither exit has scored, stands alone.
 
     Raises:
-        ValueError: if a candidate lacks the scores of both nets; the message is the number of its line, from 1.
+        ValueError: if a candidate lacks the scores by both exits; the message is the number of its line, from 1.
     """
 
     def __init__(self, lists: Sequence[Sequence[Candidate]]) -> None:
         self.lists = lists
         width = max(map(len, lists))
-        self._means_LKN = np.zeros((len(lists), width, len(_NETS)))
-        self._proposed_LKN = np.zeros((len(lists), width, len(_NETS)), dtype=np.bool_)
+        self._means_LKN = np.zeros((len(lists), width, len(EXITS)))
+        self._proposed_LKN = np.zeros((len(lists), width, len(EXITS)), dtype=np.bool_)
         self._length_LK = np.ones((len(lists), width))
         for line, candidates in enumerate(lists):
-            if len(candidates) == 1 and candidates[0].text == "" and _NETS[0] not in candidates[0].features:
+            if len(candidates) == 1 and candidates[0].text == "" and EXITS[0] not in candidates[0].features:
                 self._proposed_LKN[line, 0] = True
                 continue
             for place, candidate in enumerate(candidates):
                 features = candidate.features
                 if _NEEDED - features.keys():
                     raise ValueError(line + 1)
-                self._means_LKN[line, place] = [features[net] for net in _NETS]
-                self._proposed_LKN[line, place] = [features[f"by_{net}"] > 0 for net in _NETS]
+                self._means_LKN[line, place] = [features[exit] for exit in EXITS]
+                self._proposed_LKN[line, place] = [features[f"by_{exit}"] > 0 for exit in EXITS]
                 self._length_LK[line, place] = features["tokens"] + 1.0
 
     @property
     def first_cut(self) -> int | None:
         """Number, from 1, of the first line that lacks candidates; None if no line does.
 
-        The search gives each net the same number of candidates in all lines, some of which both nets propose. Only
-        a line with a single candidate, which both nets propose, may have fewer.
+        The search gives each exit the same number of candidates in all lines, some of which both exits propose. Only
+        a line with a single candidate, which both exits propose, may have fewer.
         """
         count_LN = self._proposed_LKN.sum(axis=1)
         several_L = np.array([len(candidates) > 1 for candidates in self.lists])
@@ -141,11 +141,11 @@ class RerankLists:
         """Return the place of the best candidate of each line. Shape: (L,).
 
         Args:
-            alpha: weight of the net that proposed a candidate.
+            alpha: weight of the exit that proposed a candidate.
             exponent: exponent of its length with EOS.
         """
         own_LKN, other_LKN = self._means_LKN, self._means_LKN[:, :, ::-1]
-        total_LKN = (alpha * own_LKN + (1.0 - alpha) * other_LKN) * self._length_LK[:, :, None] ** exponent
+        total_LKN = total_of(own_LKN, other_LKN, self._length_LK[:, :, None], alpha, exponent)
         chosen_L: NDArray[np.intp] = np.where(self._proposed_LKN, total_LKN, -np.inf).max(axis=2).argmax(axis=1)
         return chosen_L
 
@@ -195,12 +195,12 @@ def tune(
         reranked = RerankLists(lists)
     except ValueError as error:
         raise DataError(
-            f"{shown_name(nbest)} must have the scores of both nets, but lacks them for line {error}; write it with "
+            f"{shown_name(nbest)} must have the scores by both exits, but lacks them for line {error}; write it with "
             "translate --rerank deep-shallow --nbest"
         ) from error
     if (line := reranked.first_cut) is not None:
         raise DataError(
-            f"{shown_name(nbest)} must have all candidates of both nets, but lacks some of line {line:,}; write it "
+            f"{shown_name(nbest)} must have all candidates of both exits, but lacks some of line {line:,}; write it "
             "with translate --rerank deep-shallow --nbest TWICE_THE_BEAM"
         )
     metric = multi_bleu(lowercase) if tokenised else plain_bleu(lowercase)

@@ -23,6 +23,9 @@ LEAST_IDENTICAL = 0.99
 """Share of identical translations that an export in fp32 must reach."""
 _SHOWN = 20
 """Differences of a beam size in the table."""
+AT_LIMIT = "hypotheses at the length limit"
+LEFT_OUT = "hypotheses left out by the program's own length penalty"
+"""Kinds of differences that follow from other rules of the program, and are no near-ties."""
 MOST_BLEU_LOST = 0.3
 """BLEU that an export in int8 may lose."""
 
@@ -35,16 +38,16 @@ class Difference(Config):
         here: translation of this program.
         there: translation of the other program.
         margin: difference of log-probabilities (nats), or of scores, by which this program decided: the smallest one
-            of `kind`.
+            of `kind`; None if another rule of the program explains the difference.
         kind: of the decision: between the two translations, between their first different tokens, or between
-            hypotheses of the beam.
-        explained: True if the margin is within the tolerance.
+            hypotheses of the beam; or AT_LIMIT or LEFT_OUT.
+        explained: True if it is a near-tie, whose margin is within the tolerance, or another rule explains it.
     """
 
     line: int
     here: str
     there: str
-    margin: float
+    margin: float | None
     kind: str
     explained: bool
 
@@ -83,8 +86,13 @@ class Comparison(Config):
         return self.identical / self.sentences
 
     @property
+    def of_rules(self) -> int:
+        """Number of differences that other rules of the program explain."""
+        return sum(each.margin is None for each in self.differences)
+
+    @property
     def unexplained(self) -> int:
-        """Number of differences that are no near-ties."""
+        """Number of differences that nothing explains."""
         return sum(not each.explained for each in self.differences)
 
 
@@ -184,15 +192,16 @@ class Certificate(Config):
         lines += [f"{self.metric}: {self.signature}"] if self.metric else []
         if self.logit_difference is not None:
             lines.append(f"largest difference of a token's log-probability: {self.logit_difference:.1e}")
-        head = ["beam", "sentences", "identical", "near-ties", "unexplained", "score +-", "BLEU", "BLEU there"]
-        rows = [[*head, "sentences/s", "there"]]
+        head = ["beam", "sentences", "identical", "near-ties", "other rules", "unexplained", "score +-"]
+        rows = [[*head, "BLEU", "BLEU there", "sentences/s", "there"]]
         for each in self.comparisons:
             rows.append(
                 [
                     str(each.beam),
                     cell(each.sentences),
                     f"{100.0 * each.share:.2f}%",
-                    cell(len(each.differences) - each.unexplained),
+                    cell(len(each.differences) - each.of_rules - each.unexplained),
+                    cell(each.of_rules),
                     cell(each.unexplained),
                     "-" if each.score_difference is None else f"{each.score_difference:.1e}",
                     cell(each.bleu_here, 2),
@@ -205,11 +214,14 @@ class Certificate(Config):
         for each in self.comparisons:
             # Those that are no near-ties first.
             for one in sorted(each.differences, key=lambda one: (one.explained, one.line))[:_SHOWN]:
-                within = "within" if one.margin <= each.tolerance else "above"
+                why = one.kind
+                if one.margin is not None:
+                    within = "within" if one.explained else "above"
+                    why = f"margin {one.margin:.1e} between {one.kind}, {within} the tolerance of"
+                    why += f" {each.tolerance:.1e}"
                 lines += [
                     "",
-                    f"beam {each.beam}, line {one.line}: margin {one.margin:.1e} between {one.kind}, {within} the "
-                    f"tolerance of {each.tolerance:.1e}",
+                    f"beam {each.beam}, line {one.line}: {why}",
                     f"  here   {one.here}",
                     f"  there  {one.there}",
                 ]

@@ -15,19 +15,18 @@ Legend: K beam.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from deepspeed_nmt.core.parts import MAX_HYPOTHESES
+from deepspeed_nmt.core.parts import MAX_HYPOTHESES, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, option
-from deepspeed_nmt.registry import Config
 from deepspeed_nmt.search.buckets import length_buckets
-from deepspeed_nmt.search.length_penalty import LengthPenalty
+from deepspeed_nmt.search.length_penalty import LengthPenalty, PenaltyName, length_bound
 
 EXTRA = "pip install 'ctranslate2>=4.5,<5'"
 """Command that installs CTranslate2, for messages."""
@@ -37,6 +36,17 @@ _USUAL_BEAM, _SHARE = 8, 4
 """Batches with a larger beam are smaller by this factor: a signal is answered only between two batches."""
 _NO_PENALTY = 1e-6
 """Exponent in place of 0, with which CTranslate2 would stop before K hypotheses have finished."""
+RULES: Mapping[str, object] = {
+    "min_length": 1,
+    "no_repeat_ngram": 0,
+    "suppress_unknown": False,
+    "suppress_tokens": (),
+}
+"""Settings of a run's search that are rules of the next token, each with the value that forbids nothing.
+
+CTranslate2 has such rules, too, but divides the probability of forbidden tokens among the others, so that it finds
+other translations.
+"""
 
 
 def import_ctranslate2() -> Any:
@@ -68,13 +78,16 @@ def check_device(device: str) -> None:
         raise ConfigError(f"{option('device')} is cuda, but CTranslate2 finds no GPU; use cpu")
 
 
-class BeamSettings(Config):
+class ExportBeamSettings(SearchConfig):
     """Settings of a beam search; those of :class:`deepspeed_nmt.search.beam.BeamSettings`."""
 
+    width_setting: ClassVar[str | None] = "beam"
+    name: Literal["beam"] = "beam"
     beam: int = Field(ge=1, le=MAX_HYPOTHESES)
-    length_penalty: str
+    length_penalty: PenaltyName
     max_length_ratio: float = Field(ge=0.0, le=100.0)
     max_length_extra: int = Field(ge=0, le=100_000)
+    max_length: int = Field(default=0, ge=0, le=1_000_000)
 
     def limit(self, source_tokens: int, longest: int) -> int:
         """Return the most tokens that a translation may have, EOS included.
@@ -83,7 +96,8 @@ class BeamSettings(Config):
             source_tokens: length of the source, EOS included.
             longest: positions of the model.
         """
-        return min(longest, max(1, int(self.max_length_ratio * source_tokens) + self.max_length_extra))
+        bound = length_bound(source_tokens, self.max_length_ratio, self.max_length_extra, self.max_length)
+        return min(longest, bound)
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,9 @@ class CTranslate2Search:
         pieces: text of each token of source and target.
         longest: positions of the model.
         precision: fp32 or int8.
+        device: auto, cpu or cuda.
+
+    Attributes:
         device: cpu or cuda.
 
     Raises:
@@ -135,9 +152,10 @@ class CTranslate2Search:
             self._model: Any = ctranslate2.Translator(str(directory), device=device, compute_type=compute_type)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"CTranslate2 must read {directory} on {device}, but does not: {error}") from error
+        self.device: str = self._model.device
 
     def search(
-        self, sources: Sequence[Sequence[int]], settings: BeamSettings, max_tokens: int
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, max_tokens: int
     ) -> Iterator[tuple[int, list[Found]]]:
         """Translate sentences, the longest first.
 
@@ -185,7 +203,7 @@ class CTranslate2Search:
         return [list(each.log_probs) for each in scored]
 
     def _translate(
-        self, sources: Sequence[Sequence[int]], settings: BeamSettings, longest: int, suppress: bool
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, longest: int, suppress: bool
     ) -> list[list[Found]]:
         """Translate one batch; hypotheses of ``longest`` tokens have no EOS."""
         penalty = LengthPenalty.parse(settings.length_penalty)
@@ -224,7 +242,7 @@ class CTranslate2Search:
         special = set(self._vocabulary.unpredicted)
         return any(not special.isdisjoint(each.tokens) for each in hypotheses)
 
-    def _until(self, source: Sequence[int], settings: BeamSettings, limit: int) -> list[Found]:
+    def _until(self, source: Sequence[int], settings: ExportBeamSettings, limit: int) -> list[Found]:
         """Translate a sentence whose hypotheses reach its limit, and extend them there by EOS.
 
         CTranslate2 returns K hypotheses of those that have finished and those that it cuts off. With one extreme
@@ -243,7 +261,7 @@ class CTranslate2Search:
         return sorted(best, key=lambda each: each.score, reverse=True)[: settings.beam]
 
     def _scored(
-        self, source: Sequence[int], hypotheses: Sequence[Sequence[int]], settings: BeamSettings
+        self, source: Sequence[int], hypotheses: Sequence[Sequence[int]], settings: ExportBeamSettings
     ) -> list[Found]:
         """Score translations of a sentence by the probabilities of all tokens, EOS included."""
         penalty = LengthPenalty.parse(settings.length_penalty)

@@ -20,7 +20,7 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.export import ctranslate2_search
-from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search, Found
+from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings, Found
 from deepspeed_nmt.export.ctranslate2_weights import PRECISIONS, write_ctranslate2
 from deepspeed_nmt.export.huggingface_weights import WEIGHTS_FILE, check_class, write_huggingface
 from deepspeed_nmt.export.tokenizers import write_marian_tokenizer
@@ -30,9 +30,16 @@ from deepspeed_nmt.search.buckets import length_buckets
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 from deepspeed_nmt.search.precision import prepare_to_decode
+from deepspeed_nmt.text import NO_TAGS, Tags
 
 MAX_TOKENS = 4096
 """Sentences times the longest source of a batch."""
+Advance = Callable[[int], object]
+"""Function that is called with the number of further sentences that are done."""
+
+
+def _silent(more: int) -> None:
+    """Report no progress."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Subject:
         longest: positions of the longest sentence.
         precision: of the matrices.
         rebuild: function that builds a fresh model of the same settings and the same exit.
+        tags: symbols in front of the sentences of the run's data.
     """
 
     model: TranslationModel
@@ -52,6 +60,11 @@ class Subject:
     longest: int
     precision: str
     rebuild: Callable[[], TranslationModel]
+    tags: Tags = NO_TAGS
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of a translation, without its tag."""
+        return self.tags.untagged(self.tokenizer.decode(tokens))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -67,8 +80,16 @@ class Subject:
 class Program(Protocol):
     """A program that translates with an export."""
 
-    def translate(self, sources: Sequence[Sequence[int]], settings: BeamSettings) -> list[Found]:
-        """Return the best translation of each sentence, given by its tokens without EOS. A score may be NaN."""
+    def translate(
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
+    ) -> list[Found]:
+        """Return the best translation of each sentence, given by its tokens without EOS. A score may be NaN.
+
+        Args:
+            sources: the sentences.
+            settings: of the search.
+            advance: called with the number of further sentences that are done.
+        """
         ...
 
     def token_log_probs(
@@ -117,9 +138,14 @@ class _CTranslate2:
             directory, subject.vocabulary, subject.pieces, subject.longest, subject.precision
         )
 
-    def translate(self, sources: Sequence[Sequence[int]], settings: BeamSettings) -> list[Found]:
-        found = dict(self._search.search(sources, settings, MAX_TOKENS))
-        return [found[number][0] for number in range(len(sources))]
+    def translate(
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
+    ) -> list[Found]:
+        found = {}
+        for number, hypotheses in self._search.search(sources, settings, MAX_TOKENS):
+            found[number] = hypotheses[0]
+            advance(1)
+        return [found[number] for number in range(len(sources))]
 
     def token_log_probs(
         self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
@@ -139,7 +165,9 @@ class _HuggingFace:
         self._program = TranslationProgram(directory)
         self._vocabulary, self._longest = subject.vocabulary, subject.longest
 
-    def translate(self, sources: Sequence[Sequence[int]], settings: BeamSettings) -> list[Found]:
+    def translate(
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
+    ) -> list[Found]:
         penalty = LengthPenalty.parse(settings.length_penalty)
         numbers_of: dict[int, list[int]] = {}
         for number, source in enumerate(sources):
@@ -164,6 +192,7 @@ class _HuggingFace:
                 scores = done.sequences_scores.tolist() if settings.beam > 1 else [math.nan] * len(batch)
                 for number, sequence, score in zip(batch, done.sequences.tolist(), scores, strict=True):
                     found[number] = Found(self._tokens(sequence), math.nan, score)
+                advance(len(batch))
         return [found[number] for number in range(len(sources))]
 
     def _tokens(self, sequence: list[int]) -> list[int]:
@@ -207,7 +236,9 @@ class OwnProgram:
         self._model = model
         self._vocabulary = vocabulary
 
-    def translate(self, sources: Sequence[Sequence[int]], settings: BeamSettings) -> list[Found]:
+    def translate(
+        self, sources: Sequence[Sequence[int]], settings: ExportBeamSettings, advance: Advance = _silent
+    ) -> list[Found]:
         """Translate by the beam search of this program; see :meth:`Program.translate`."""
         from deepspeed_nmt.search.translate import pad_sources
 
@@ -218,6 +249,7 @@ class OwnProgram:
             source_BS, padded = pad_sources(rows, self._vocabulary.pad, "cpu")
             for number, best in zip(numbers, search.search(source_BS, padded), strict=True):
                 found[number] = Found(best[0].tokens, best[0].log_prob, best[0].score)
+            advance(len(numbers))
         return [found[number] for number in range(len(sources))]
 
     def token_log_probs(
@@ -280,9 +312,4 @@ FORMATS: Mapping[str, Format] = {
 """All formats by name."""
 
 
-def as_settings(config: BeamConfig, **changes: Any) -> BeamSettings:
-    """Return the settings of a beam search, changed."""
-    return BeamSettings(**{**{key: getattr(config, key) for key in BeamSettings.model_fields}, **changes})
-
-
-__all__ = ["FORMATS", "Format", "OwnProgram", "Program", "Subject", "as_settings"]
+__all__ = ["FORMATS", "Format", "OwnProgram", "Program", "Subject"]

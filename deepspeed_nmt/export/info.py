@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deepspeed_nmt.errors import DataError
-from deepspeed_nmt.export.ctranslate2_search import BeamSettings
+from deepspeed_nmt.export.ctranslate2_search import ExportBeamSettings
 from deepspeed_nmt.registry import Config
 from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
@@ -27,8 +27,9 @@ class ExportInfo(Config):
         precision: of its matrices.
         longest: positions of the longest sentence.
         max_source_tokens: default bound of a source line, in tokens without EOS.
-        search_name: name of the run's search.
-        search: its settings.
+        search_name: name of the search that decodes the run at this exit.
+        search: its settings that a beam search has.
+        rules: its rules of the next token, which other programs lack; empty without such.
         text: form of the text that the run was trained on.
         tags: symbols in front of all sentences of that text.
         model: shape of the model, for readers.
@@ -40,7 +41,8 @@ class ExportInfo(Config):
     longest: int
     max_source_tokens: int
     search_name: str
-    search: BeamSettings
+    search: ExportBeamSettings
+    rules: Mapping[str, Any]
     text: dict[str, Any]
     tags: Tags = NO_TAGS
     model: Mapping[str, Any]

@@ -1,185 +1,197 @@
-"""Translation by CTranslate2 with an export that a run keeps. Nothing here imports torch, unless the run is exported.
-
-The export lies in the run's directory `exports`. It is trusted if its certificate is passed, its files are as the
-certificate records them, and the run's checkpoints are those of its time. Otherwise the run is exported first.
-"""
+"""Translation by CTranslate2 with an export. Nothing here imports torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from deepspeed_nmt.console import logger
 from deepspeed_nmt.data.directory import open_tokenizer
 from deepspeed_nmt.data.tokenizer import Tokenizer
-from deepspeed_nmt.errors import ConfigError, DataError, option
+from deepspeed_nmt.errors import ConfigError, option
 from deepspeed_nmt.export.certificate import Certificate
-from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search
+from deepspeed_nmt.export.ctranslate2_search import RULES, CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.info import ExportInfo
-from deepspeed_nmt.files import atomic_write_text, parse_json, sha256_of
-from deepspeed_nmt.manifest import MANIFEST_FILE
 from deepspeed_nmt.registry import problem_of
 from deepspeed_nmt.search.base import Translation
-from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.source_lines import SourceLines, warn_of_form
-from deepspeed_nmt.text import TextForm, warn_of_missing_rules
+from deepspeed_nmt.search.buffers import Found, check_numbers, translated
+from deepspeed_nmt.search.source_form import warn_of_form
+from deepspeed_nmt.search.source_lines import SourceCounts, SourceLines
+from deepspeed_nmt.text import Tags, TextForm, plain_form
 
-EXPORTS = "exports"
-"""Directory of a run with the exports that translation has made."""
-STAMP_FILE = "stamp.json"
-"""File beside an export with hashes of the run's manifests when it was last compared with the run."""
-Make = Callable[[Path], Certificate]
-"""Exports the run into a directory, and returns the certificate."""
+PRECISIONS = ("fp32", "int8")
+"""Precisions of exports that are translated with."""
 
 
-def stamp_of(run: Path, checkpoint: str) -> dict[str, str]:
-    """Return hashes from which follows that a run's checkpoint and settings are the same.
+class Device(NamedTuple):
+    """The device that translates.
 
-    Args:
-        run: run directory.
-        checkpoint: best, last, average, or a path.
+    Attributes:
+        type: cpu or cuda.
     """
-    places = [run, *sorted((run / "checkpoints").glob("*/")), Path(checkpoint)]
-    manifests = [place / MANIFEST_FILE for place in places]
-    return {str(file): sha256_of(file) for file in manifests if file.is_file()}
+
+    type: str
 
 
-def place_of(run: Path, checkpoint: str, exit: str | None, precision: str) -> Path:
-    """Return the directory of an export that a run keeps.
+class Model(NamedTuple):
+    """The exported model.
 
-    Args:
-        run: run directory.
-        checkpoint: best, last, average, or a path.
-        exit: of the model; None for the top.
-        precision: of the matrices.
+    Attributes:
+        longest_source: most tokens of a source that it reads, EOS included.
     """
-    key = hashlib.sha256(json.dumps([checkpoint, exit]).encode()).hexdigest()[:8]
-    return run / EXPORTS / f"ctranslate2-{precision}-{key}"
+
+    longest_source: int
 
 
-def trusted(place: Path, stamp: dict[str, str]) -> Certificate | None:
-    """Return the certificate of an export that can be used as it is; None if the run must be looked at.
+@dataclass(frozen=True)
+class Owner:
+    """The run of an export, as far as a translation depends on it.
 
-    Args:
-        place: directory of the export.
-        stamp: of the run now.
-
-    Raises:
-        DataError: if a file of the export was changed.
+    Attributes:
+        path: directory of the run or the export, for messages.
+        search_name: name of the search that decodes the run if the user names no other.
+        search: its settings that CTranslate2's search has.
+        rules: its rules of the next token, which CTranslate2 lacks.
+        text: form of its text.
+        tags: symbols in front of the sentences of its text.
     """
-    try:
-        recorded = parse_json((_stamp_file(place)).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return Certificate.read(place) if recorded == stamp and place.is_dir() else None
+
+    path: Path
+    search_name: str
+    search: ExportBeamSettings
+    rules: Mapping[str, Any]
+    text: TextForm
+    tags: Tags
 
 
-def _stamp_file(place: Path) -> Path:
-    return place.with_name(f"{place.name}.{STAMP_FILE}")
+@dataclass(frozen=True)
+class Asked:
+    """Options of a user for a translation with an export.
 
-
-def ensure(place: Path, run: Path, checkpoint: str, make: Make, is_current: Callable[[Certificate], bool]) -> None:
-    """Make sure that an export is there, current, as its certificate says, and that this is passed.
-
-    Args:
-        place: directory of the export.
-        run: run directory.
-        checkpoint: best, last, average, or a path.
-        make: exports the run.
-        is_current: returns True if a certificate is of the run's settings and weights of now.
-
-    Raises:
-        ConfigError: if the certificate is not passed.
+    Attributes:
+        search: name of the search; None for that of the run.
+        changes: settings of the search; None where those of the run are to be taken.
+        nbest: translations of each line.
+        detokenise: see ``Translator.open``.
+        tag: see ``Translator.open``.
+        tag_target: see ``Translator.open``.
     """
-    certificate = None
-    stamp = stamp_of(run, checkpoint)
-    try:
-        certificate = trusted(place, stamp)
-        if certificate is None and place.is_dir():
-            certificate = Certificate.read(place)
-            certificate = certificate if is_current(certificate) else None
-            if certificate is not None:
-                _write_stamp(place, stamp)
-    except DataError as error:
-        logger.warning("%s: it is exported again", error)
-    if certificate is None:
-        logger.info("%s is exported for CTranslate2, once; later translations use %s", run, place)
-        certificate = make(place)
-        _write_stamp(place, stamp)
-    if not certificate.passed:
-        raise ConfigError(
-            f"the export of {run} must translate as the run does, but {'; '.join(certificate.problems)}; translate "
-            f"with --runtime torch (the certificate is in {place})"
-        )
 
+    search: str | None
+    changes: Mapping[str, Any]
+    nbest: int = 1
+    detokenise: str | None = None
+    tag: str | None = None
+    tag_target: str | None = None
 
-def _write_stamp(place: Path, stamp: dict[str, str]) -> None:
-    with suppress(OSError):  # only costs time: the export is compared with the run again
-        atomic_write_text(_stamp_file(place), json.dumps(stamp, indent=1))
+    def check(self) -> None:
+        """Check what holds for any run.
 
+        Raises:
+            ConfigError: if CTranslate2 does not have what is asked for.
+        """
+        if self.search not in (None, "beam"):
+            raise ConfigError(
+                f"{option('runtime')} ctranslate2 decodes by beam search, but {option('search')} is {self.search}; "
+                "give one of them"
+            )
+        any_run = ExportBeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
+        changed_settings(any_run, self.changes)
 
-def check_changes(changes: Mapping[str, Any]) -> None:
-    """Check settings that a user has given for the beam search of CTranslate2, of whatever run.
+    def settings(self, run: Owner) -> ExportBeamSettings:
+        """Return the settings of the search, which is as that of the run.
 
-    Args:
-        changes: settings by name; None for those that are not given.
+        Raises:
+            ConfigError: if CTranslate2 does not have what the run's search has, or an option is wrong.
+        """
+        if self.search is None and run.search_name != "beam":
+            raise ConfigError(
+                f"{option('runtime')} ctranslate2 decodes by beam search, but {run.path} has search.name="
+                f"{run.search_name}; give {option('search')} beam, or translate by the run with torch"
+            )
+        rules = [name for name in run.rules if self.changes.get(name) is None]
+        if rules:
+            none = RULES[rules[0]]
+            remedy = f"give {option(rules[0])} {none}, or " if rules[0] in self.changes and none is not False else ""
+            raise ConfigError(
+                f"{option('runtime')} ctranslate2 has no rules of the next token, but {run.path} has "
+                f"search.{rules[0]}={run.rules[rules[0]]}; {remedy}translate by the run with torch"
+            )
+        settings = changed_settings(run.search, self.changes)
+        check_numbers({"nbest": self.nbest}, self.nbest, settings)
+        return settings
 
-    Raises:
-        ConfigError: if one is out of range, or none that CTranslate2's search has.
-    """
-    any_run = BeamSettings(beam=1, length_penalty="none", max_length_ratio=1.0, max_length_extra=0)
-    changed_settings(any_run, changes)
+    def tags(self, run: Owner) -> Tags:
+        """Return the symbols in front of source lines.
 
+        Raises:
+            ConfigError: if translations are to begin with one.
+        """
+        given = {"source": self.tag, "target": self.tag_target}
+        tags = replace(run.tags, **{side: tag or None for side, tag in given.items() if tag is not None})
+        if tags.target is not None:
+            raise ConfigError(
+                f"{option('runtime')} ctranslate2 does not let translations begin with a tag, but "
+                f"{option('tag_target')} is {tags.target}{' in the data of the run' * (self.tag_target is None)}; "
+                f"give {option('tag_target')} none, or translate by the run with torch"
+            )
+        return tags
 
-def check_nbest(nbest: int, settings: BeamSettings) -> None:
-    """Check that a search keeps as many translations as are wanted.
+    def plain(self, run: Owner) -> TextForm | None:
+        """Return the form of the text that is made plain; None if it stays as it is.
 
-    Raises:
-        ConfigError: if it does not.
-    """
-    if nbest > settings.beam:
-        raise ConfigError(
-            f"{option('nbest')} must be at most {option('beam')}, which is {settings.beam}, but is {nbest}; raise "
-            f"{option('beam')} to {nbest}"
-        )
+        Raises:
+            ConfigError: if it cannot be made plain.
+        """
+        return None if self.detokenise is None else plain_form(run.text, self.detokenise, run.path)
 
 
 class ExportedTranslator:
-    """Translator of sentences by CTranslate2; :meth:`stream` and :meth:`check` are those of ``Translator``.
+    """Translator of sentences by CTranslate2; it is used as ``Translator``.
 
     Args:
         place: directory of the export.
+        certificate: of the export.
         device: auto, cpu or cuda.
-        changes: settings of the search that differ from those of the run.
-        detokenise: see ``Translator.open``.
-        tag: see ``Translator.open``.
+        asked: options of the user.
+
+    Attributes:
+        tokenizer: of the run.
+        search: settings of the search.
+        text: form of the text that the model was trained on.
+        digests: hash of the export's files.
+        precision: of its matrices.
+        device: that translates.
+        max_source_tokens: default of :meth:`stream`.
+        model: the exported model.
 
     Raises:
-        ConfigError: if a setting is out of range, or CTranslate2 is not installed.
+        ConfigError: if an option is wrong, or CTranslate2 is not installed.
         DataError: if the tag is no symbol of the vocabulary.
     """
 
-    def __init__(
-        self, place: Path, device: str, changes: dict[str, Any], detokenise: str | None = None, tag: str | None = None
-    ) -> None:
-        self._info = ExportInfo.read(place)
-        self._tokenizer: Tokenizer = open_tokenizer(place)
-        self._settings = changed_settings(self._info.search, changes)
-        self._plain = None if detokenise is None else plain_form(self._info.text_form, detokenise)
-        self._tags = self._info.tags if tag is None else replace(self._info.tags, source=tag or None)
+    def __init__(self, place: Path, certificate: Certificate, device: str, asked: Asked) -> None:
+        info = ExportInfo.read(place)
+        run = Owner(place, info.search_name, info.search, info.rules, info.text_form, info.tags)
+        self.tokenizer: Tokenizer = open_tokenizer(place)
+        self.search = asked.settings(run)
+        self.text = info.text_form
+        self.digests = (certificate.hashes["weights"], *(each.sha256 for each in certificate.files.values()))
+        self.precision = info.precision
+        self.max_source_tokens, self.model = info.max_source_tokens, Model(info.longest)
+        self._tags = asked.tags(run)
+        self._plain = asked.plain(run)
         if self._tags.source is not None:
-            self._tokenizer.symbol("source", self._tags.source)
-        pieces = self._tokenizer.all_pieces("source"), self._tokenizer.all_pieces("target")
-        info, vocabulary = self._info, self._tokenizer.vocabulary
-        self._search = CTranslate2Search(place, vocabulary, pieces, info.longest, info.precision, device)
+            self.tokenizer.symbol("source", self._tags.source)
+        pieces = self.tokenizer.all_pieces("source"), self.tokenizer.all_pieces("target")
+        self._search = CTranslate2Search(
+            place, self.tokenizer.vocabulary, pieces, info.longest, info.precision, device
+        )
+        self.device = Device(self._search.device)
 
     def check(self, sentences: Iterable[str], max_source_tokens: int | None = None) -> None:
         """Check that no sentence is too long.
@@ -201,6 +213,8 @@ class ExportedTranslator:
         advance: Callable[[int], object] = lambda more: None,
         max_source_tokens: int | None = None,
         strict: bool = False,
+        counts: SourceCounts | None = None,
+        first_line: int = 0,
     ) -> Iterator[list[Translation]]:
         """Yield the ``nbest`` best translations of each sentence; see ``Translator.stream``.
 
@@ -209,101 +223,58 @@ class ExportedTranslator:
             DataError: if a sentence is too long, and ``strict`` is True.
         """
         numbers = {"max_tokens": max_tokens, "buffer_lines": buffer_lines, "nbest": nbest}
-        problems = [
-            f"{option(name)} must be a whole number of at least 1, but is {value}"
-            for name, value in numbers.items()
-            if value < 1
+        check_numbers(numbers, nbest, self.search)
+        reader = self._reader(max_source_tokens, strict, counts, first_line)
+        lines = iter(self._tags.tagged(warn_of_form(sentences, self.text) if counts is None else sentences))
+
+        def search(_: list[str], sources: list[list[int]]) -> Iterator[list[Found]]:
+            for number, hypotheses in self._search.search(sources, self.search, max_tokens):
+                yield [(number, self._translations(hypotheses[:nbest]))]
+
+        return translated(
+            lambda count: list(islice(lines, count)),
+            lambda buffer: [reader.encode(line) for line in buffer],
+            search,
+            reader,
+            Translation("", 0.0, []),
+            max_tokens,
+            buffer_lines,
+            advance,
+        )
+
+    def _reader(
+        self, max_source_tokens: int | None, strict: bool, counts: SourceCounts | None = None, before: int = 0
+    ) -> SourceLines:
+        longest = self.max_source_tokens if max_source_tokens is None else max_source_tokens
+        return SourceLines(self.tokenizer, longest, self.model.longest_source, strict, counts=counts, before=before)
+
+    def _translations(self, hypotheses: Sequence[Any]) -> list[Translation]:
+        texts = [self.tokenizer.decode(each.tokens) for each in hypotheses]
+        if self._plain is not None:
+            texts = self._plain.convert("plain", texts)
+        return [
+            Translation(text, each.score, each.tokens, each.log_prob)
+            for text, each in zip(texts, hypotheses, strict=True)
         ]
-        if problems:
-            raise ConfigError(problems)
-        check_nbest(nbest, self._settings)
-        reader = self._reader(max_source_tokens, strict)
-        return self._stream(reader, iter(sentences), max_tokens, buffer_lines, nbest, advance)
-
-    def _reader(self, max_source_tokens: int | None, strict: bool) -> SourceLines:
-        longest = self._info.max_source_tokens if max_source_tokens is None else max_source_tokens
-        return SourceLines(self._tokenizer, longest, self._info.longest, strict)
-
-    def _stream(
-        self,
-        reader: SourceLines,
-        sentences: Iterator[str],
-        max_tokens: int,
-        buffer_lines: int,
-        nbest: int,
-        advance: Callable[[int], object],
-    ) -> Iterator[list[Translation]]:
-        lines = iter(self._tags.tagged(warn_of_form(sentences, self._info.text_form)))
-        while buffer := list(islice(lines, buffer_lines)):
-            sources = [reader.encode(line) for line in buffer]
-            reader.warn_of_unknown()
-            found: list[list[Translation]] = [[Translation("", 0.0, [])] for _ in buffer]
-            filled = [number for number, source in enumerate(sources) if source]
-            advance(len(buffer) - len(filled))
-            searched = self._search.search([sources[number] for number in filled], self._settings, max_tokens)
-            for place, hypotheses in searched:
-                found[filled[place]] = [
-                    Translation(
-                        self._tags.untagged(self._tokenizer.decode(each.tokens)),
-                        each.score,
-                        each.tokens,
-                        each.log_prob,
-                    )
-                    for each in hypotheses[:nbest]
-                ]
-                advance(1)
-            yield from found if self._plain is None else self._detokenised(found, self._plain)
-        reader.warn_at_end()
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tags.untagged(self._tokenizer.decode(tokens))
-
-    def _detokenised(self, found: Sequence[list[Translation]], text: TextForm) -> Iterator[list[Translation]]:
-        for best in found:
-            lines = text.convert("plain", [each.text for each in best])
-            yield [replace(each, text=line) for each, line in zip(best, lines, strict=True)]
 
 
-def changed_settings(settings: BeamSettings, changes: Mapping[str, Any]) -> BeamSettings:
+def changed_settings(settings: ExportBeamSettings, changes: Mapping[str, Any]) -> ExportBeamSettings:
     """Return settings of a search with the user's changes.
 
     Raises:
         ConfigError: if one is out of range, or none that CTranslate2's search has.
     """
-    given = {name: value for name, value in changes.items() if value is not None}
-    if unknown := sorted(given.keys() - BeamSettings.model_fields.keys()):
+    given = {
+        name: value
+        for name, value in changes.items()
+        if value is not None and not (name in RULES and RULES[name] == value)  # forbids nothing
+    }
+    if unknown := sorted(given.keys() - ExportBeamSettings.model_fields.keys()):
         raise ConfigError(
-            f"{option(unknown[0])} is no option of the beam search of CTranslate2; leave it out, or translate with "
-            f"{option('runtime')} torch"
+            f"{option(unknown[0])} is no option of the beam search of CTranslate2; leave it out, or translate by the "
+            "run with torch"
         )
     try:
-        changed = BeamSettings.model_validate({**settings.model_dump(), **given})
+        return ExportBeamSettings.model_validate({**settings.model_dump(), **given})
     except ValidationError as error:
         raise ConfigError([problem_of(each, option(str(each["loc"][0]))) for each in error.errors()]) from error
-    try:
-        LengthPenalty.parse(changed.length_penalty)
-    except ConfigError as error:
-        raise ConfigError(f"{option('length_penalty')} {error}") from error
-    return changed
-
-
-def plain_form(text: TextForm, language: str) -> TextForm:
-    """Return the form of the text that a run writes, to make it plain.
-
-    Args:
-        text: form that the run records.
-        language: language code given by the user; "" to take that of the run.
-
-    Raises:
-        ConfigError: if the text cannot be made plain.
-    """
-    form = TextForm.moses(language, option("detokenise")) if language else text
-    if form.form == "unknown":
-        raise ConfigError(
-            f"{option('detokenise')} needs a run that records the form of its text, but this one does not; give the "
-            "language, for example de"
-        )
-    form.convert("plain", [])  # reports problems before anything is translated
-    if language:
-        warn_of_missing_rules(language, option("detokenise"))
-    return form

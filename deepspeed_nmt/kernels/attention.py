@@ -5,17 +5,22 @@ Legend: B batch, H heads, T queries, S keys, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepspeed_nmt.kernels import torch_ops
 
 AttentionChoice = Literal["auto", "sdpa", "fused"]
 """A way to compute attention; see :class:`deepspeed_nmt.kernels.choice.Kernels`."""
+_ALIGNMENT = 8
+"""Number that must divide the strides of a mask for torch's memory-efficient attention."""
+_MADE: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+"""The additive masks of the masks that are in use."""
 
 
 def sdpa(
@@ -30,6 +35,27 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q_BHTK, k_BHSK, v_BHSK, attn_mask=mask, is_causal=causal, dropout_p=dropout_p
     )
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as numbers to add to scores, 0 for a key that is seen and -inf for another.
+
+    torch's memory-efficient attention needs such a mask, in the dtype of the queries and with strides that are
+    multiples of 8; from any other one it makes it in each call. Here it is made once and kept as long as ``mask``,
+    whose values must not change.
+
+    Args:
+        mask: bool, True where a query sees a key. Shape: (..., S)
+        dtype: of the queries.
+
+    Shape: -> (..., S)
+    """
+    made = _MADE.get(mask)
+    if made is None or made.dtype != dtype:
+        keys = mask.shape[-1]
+        room = mask.new_full((*mask.shape[:-1], -(-keys // _ALIGNMENT) * _ALIGNMENT), -torch.inf, dtype=dtype)
+        made = _MADE[mask] = room[..., :keys].masked_fill_(mask, 0.0)
+    return made
 
 
 def planned_attention(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, seen: int) -> Tensor:

@@ -18,6 +18,7 @@ from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels import backends, torch_ops
 from deepspeed_nmt.kernels.attention import (
     AttentionChoice,
+    additive_mask,
     attention_with_weights,
     planned_attention,
     sdpa,
@@ -291,7 +292,9 @@ class Kernels:
         assert not (causal and mask is not None), "padding is on the right, so causal attention needs no mask"
         arguments = (q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
         if self._takes_sdpa(*arguments):
-            return sdpa(*arguments)
+            if mask is not None and self._takes_additive(mask, q_BHTK):
+                mask = additive_mask(mask, q_BHTK.dtype)
+            return sdpa(q_BHTK, k_BHSK, v_BHSK, mask, causal, dropout_p)
         return attention_with_weights(*arguments, softmax=self.softmax)[0]
 
     def _takes_sdpa(
@@ -307,6 +310,12 @@ class Kernels:
         if key not in self._sdpa_is_fused:
             self._sdpa_is_fused[key] = sdpa_is_fused(q, k, v, mask, causal, dropout_p)
         return self._sdpa_is_fused[key]
+
+    def _takes_additive(self, mask: Tensor, q: Tensor) -> bool:
+        """Return True if the layers of a model should add a mask that is made once; in a search, it may change."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return mask.dtype == torch.bool and self.device_type(q) != "cpu"
 
 
 def _refuse(operation: str, name: str, reason: str | None) -> None:

@@ -2,7 +2,7 @@
 
 torch multiplies fp32 matrices by its BLAS, which is MKL in the usual builds. On some CPUs, those of AMD among them,
 oneDNN takes half the time for the same products. A short timed trial decides, once for each process. All products are
-then of one library, however small, so that rounding does not depend on how an update is cut into micro-batches.
+then of one library, however small, so that rounding does not depend on how an update is divided into micro-batches.
 
 Legend: N rows, D input width, E output width.
 """

@@ -29,7 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from deepspeed_nmt.kernels.precision import capability_of, has_flash_attention
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,20 @@ class Segments:
     _bounds: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, lengths: Sequence[int], size: int) -> Segments:
+    def of(cls, lengths: Sequence[int] | NDArray[np.int64], size: int) -> Segments:
         """Return the segments of a row.
 
         Args:
             lengths: tokens of each sentence, one sentence or more.
             size: tokens of the row, at least as many as the sentences have.
         """
-        total, longest = sum(lengths), max(lengths)
+        numbers = np.asarray(lengths, dtype=np.int64)
+        total, longest = int(numbers.sum()), int(numbers.max())
         assert total <= size
-        starts = np.cumsum([0, *lengths, size - total], dtype=np.int32)
-        positions = np.concatenate([np.arange(length) for length in (*lengths, size - total)])
+        numbers = np.append(numbers, size - total)
+        ends = np.cumsum(numbers)
+        starts = np.concatenate([[0], ends]).astype(np.int32)
+        positions = np.arange(size) - np.repeat(ends - numbers, numbers)
         # The tail's positions only have to exist.
         positions[total:] %= longest
         widest = 1 << (max(longest, size - total) - 1).bit_length()
@@ -95,6 +101,18 @@ class Segments:
         """
         return x.flatten(dim, dim + 1).index_select(dim, self._place_of_token)
 
+    def sums(self, x_ND: Tensor, counted_N: Tensor) -> Tensor:
+        """Sum the tokens of each sentence that count; rows of sentences would take far more memory.
+
+        Args:
+            x_ND: a vector for each token.
+            counted_N: bool, True for tokens that count; any in the tail.
+
+        Shape: -> (B,D)
+        """
+        sentence_N = torch.where(counted_N, self._sentence_of_token, len(self))
+        return x_ND.new_zeros(len(self) + 1, x_ND.shape[1]).index_add(0, sentence_N, x_ND)[:-1]
+
     def bounds(self, rows: int) -> Tensor:
         """Return the first position of each sentence and tail of P equal rows, end to end, and after the last.
 
@@ -122,10 +140,15 @@ class Segments:
     @cached_property
     def _place_of_token(self) -> Tensor:
         """Position in the padded rows, end to end, of each position of the row."""
-        tokens = torch.arange(self.positions.shape[0], device=self.starts.device, dtype=self.starts.dtype)
-        sentence_N = torch.searchsorted(self.starts[1:-1], tokens, right=True)
+        sentence_N = self._sentence_of_token
         place_N = sentence_N * self.longest + self.positions
         return torch.where(sentence_N < len(self), place_N, 0)
+
+    @cached_property
+    def _sentence_of_token(self) -> Tensor:
+        """Number of the sentence of each position of the row; B in the tail."""
+        tokens = torch.arange(self.positions.shape[0], device=self.starts.device, dtype=self.starts.dtype)
+        return torch.searchsorted(self.starts[1:-1], tokens, right=True)
 
 
 class SegmentPair(NamedTuple):
@@ -214,7 +237,7 @@ def has_varlen(x: Tensor, dropout_p: float) -> bool:
 
 
 def _is_supported(device: torch.device) -> bool:
-    return _has_module() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return _has_module() and has_flash_attention(capability_of(device))
 
 
 def _takes_is_causal() -> bool:

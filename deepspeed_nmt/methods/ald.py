@@ -38,6 +38,7 @@ from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.parts import RegularizerConfig
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.randomness import Purpose, uniforms
 
 
@@ -70,14 +71,15 @@ class ALD:
         fuller, emptier = (passes.add_pass(passes.add_source(source_BS)) for source_BS in self.mask(batch))
 
         def contrast(states: Sequence[Mapping[str, Tensor]]) -> Tensor:
-            real_BT = batch.target_mask
+            real_BT = batch.target_output_BT.ne(batch.pad)
             whole_BD, fuller_BD, emptier_BD = (
-                sentence_states(batch.target_rows(states[number][TOP]), real_BT) for number in (0, fuller, emptier)
+                sentence_states(states[number][TOP], real_BT, batch.target_segments)
+                for number in (0, fuller, emptier)
             )
             losses_B = contrastive_loss(whole_BD, fuller_BD, emptier_BD, self.tau)
             # The engine divides by the tokens of the update; this factor makes it a mean over sentences.
             per_sentence = batch.update.tokens / max(1, batch.update.sentences)
-            return batch.weighted(torch.where(real_BT.any(dim=1), losses_B, 0.0)).sum() * per_sentence
+            return batch.weighted(torch.where(batch.target_mask.any(dim=1), losses_B, 0.0)).sum() * per_sentence
 
         return contrast
 
@@ -104,12 +106,20 @@ class ALD:
         return masked(gamma_B), masked(1.0 - gamma_B)
 
 
-def sentence_states(states_BTD: Tensor, real_BT: Tensor) -> Tensor:
+def sentence_states(states_BTD: Tensor, real_BT: Tensor, segments: Segments | None = None) -> Tensor:
     """Compute the mean state of each sentence over its real positions, in fp32 or wider.
+
+    Args:
+        states_BTD: states, in the layout of a batch.
+        real_BT: True for positions that are not padding.
+        segments: sentences of the positions in the packed layout; None in the padded layout.
 
     Shape: (B,T,D), (B,T) -> (B,D)
     """
     states_BTD = states_BTD.to(torch.promote_types(states_BTD.dtype, torch.float32))
+    if segments is not None:
+        counts_B1 = segments.sums(states_BTD.new_ones(real_BT.shape[1], 1), real_BT[0])
+        return segments.sums(states_BTD[0], real_BT[0]) / counts_B1.clamp(min=1.0)
     weights_BT1 = real_BT.unsqueeze(2).to(states_BTD.dtype)
     return (states_BTD * weights_BT1).sum(dim=1) / weights_BT1.sum(dim=1).clamp(min=1.0)
 

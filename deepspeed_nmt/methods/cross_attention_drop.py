@@ -14,8 +14,8 @@ every layer that has cross-attention applies it.
 A choice (coin) is a function of (seed, update, pass, layer), so it is the same on all ranks, in all micro-batches of
 an update, and in recomputation. With ``coins: micro_batch`` it is also a function of the micro-batch's number on its
 rank. The k-th micro-batches of all ranks share their coins, because under ZeRO all ranks must run the same
-sub-layers. An update then averages over several networks, but depends on how it is cut into micro-batches, and so on
-the number of ranks.
+sub-layers. An update then averages over several networks, but depends on how it is divided into micro-batches, and so
+on the number of ranks.
 
 A skipped sub-layer has no cost per token, and its parameters get zero gradients.
 

@@ -150,7 +150,7 @@ class DepthGrowing(TranslationModel):
     """
 
     not_plain = (
-        "its deep exit runs two nets, and the upper one reads the embedded tokens again; the shallow exit can be "
+        "its deep exit runs two models, and the upper one reads the embedded tokens again; the shallow exit can be "
         "exported (--exit shallow)"
     )
 

@@ -46,7 +46,11 @@ class MultiHeadAttention(nn.Module, UsesKernels):
         return KeysValues(*map(self._split, project(memory_BSD, self.k_proj, self.v_proj)))
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
-        """Project states for several calls of :meth:`forward`. Shape: (B,S,D) -> two of (B,H,S,K)."""
+        """Project states for several calls of :meth:`forward`. Shape: (B,S,D) -> two of (B,H,S,K).
+
+        It is apart from :meth:`keys_values`, which :meth:`heads` calls, because tensor parallelism overrides this and
+        :meth:`heads` to sum the gradients of their inputs over ranks, once.
+        """
         return self.keys_values(memory_BSD)
 
     def forward(

@@ -134,7 +134,7 @@ class StaticAncestry:
         self.seen = self.store.empty(self, "seen", self._shape, torch.bool)
 
     def move(self, bucket: Bucket, sentences_B: Tensor | None) -> None:
-        """Go on in another bucket, with some of the sentences; None for all."""
+        """Continue in another bucket, with some of the sentences; None for all."""
         self._resize(bucket)
         self.seen = self.store.moved(self, "seen", self.seen, self._shape, 0, sentences_B)
 
@@ -201,7 +201,7 @@ class StaticSourceCache(SourceCache):
         self._set(None)
 
     def move(self, sentences_B: Tensor | None) -> None:
-        """Go on in the bucket of the ancestry, with some of the sentences; None for all."""
+        """Continue in the bucket of the ancestry, with some of the sentences; None for all."""
         if self._known is not None:
             _, _, heads, length, width = self._known.shape
             shape = 2, self._ancestry.bucket.sentences, heads, length, width
@@ -232,7 +232,7 @@ class StaticLayerCache(LayerCache):
             self._known = self._static.store.empty(self, "known", self._shape(heads, width), self._known.dtype)
 
     def move(self, sentences_B: Tensor | None) -> None:
-        """Go on in the bucket of the ancestry, with some of the sentences; None for all."""
+        """Continue in the bucket of the ancestry, with some of the sentences; None for all."""
         if self._known is not None:
             _, _, heads, _, width = self._known.shape
             shape = self._shape(heads, width)
@@ -306,7 +306,7 @@ class StaticCache(DecoderCache):
             each.begin()
 
     def move(self, sentences_B: Tensor | None) -> None:
-        """Go on in the bucket of the ancestry, with some of the sentences; None for all."""
+        """Continue in the bucket of the ancestry, with some of the sentences; None for all."""
         for each in self._static:
             each.move(sentences_B)
 

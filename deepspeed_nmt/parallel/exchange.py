@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed_nmt.errors import TrainingError
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.rendezvous import connect, restart
 
 _POLL_S = 0.02
@@ -27,12 +27,12 @@ class Exchange:
         store: that all ranks share.
     """
 
-    def __init__(self, place: Place, store: Any) -> None:
+    def __init__(self, place: RankPlace, store: Any) -> None:
         self.place, self._store = place, store
         self._prefix = f"exchange/{restart()}"
 
     @classmethod
-    def join(cls, place: Place, timeout_s: float) -> Exchange:
+    def join(cls, place: RankPlace, timeout_s: float) -> Exchange:
         """Connect to the store of rank 0, which need not know of any other rank.
 
         Raises:

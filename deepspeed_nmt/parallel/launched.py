@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _REPORT_DELAY_S = 5.0
 _POINTER = "; `deepspeed-nmt doctor`, started in the same way, finds out more"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Rank of a process, as its launcher assigned it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     local_rank: int
 
 
-def place() -> Place:
+def place() -> RankPlace:
     """Return the place of this process: rank 0 of 1 if no launcher started it.
 
     Raises:
@@ -50,12 +50,12 @@ def place() -> Place:
         return _place("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ and _started_by_srun():
         return _place("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    return Place(0, 1, 0)
+    return RankPlace(0, 1, 0)
 
 
-def _place(rank: str, ranks: str, local_rank: str) -> Place:
+def _place(rank: str, ranks: str, local_rank: str) -> RankPlace:
     """Return the place that environment variables of these names describe."""
-    found = Place(_number(rank), _number(ranks), _number(local_rank))
+    found = RankPlace(_number(rank), _number(ranks), _number(local_rank))
     if found.rank >= found.ranks:
         raise ConfigError(
             f"{rank} must be below {ranks}, the number of processes, but they are {shown(found.rank)} and "
@@ -87,6 +87,29 @@ def _number(name: str) -> int:
             "which set it"
         )
     return int(text)
+
+
+def local_ranks(environment: Mapping[str, str]) -> int:
+    """Return the number of ranks on this host as the launcher tells it; 0 if it does not."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        # `torchrun` sets the first, `deepspeed` the second.
+        return _count(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", "0")))
+    counts = expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _count(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else 0
+
+
+def expanded(counts: str) -> list[int]:
+    """Return the numbers of a list as SLURM writes it: "8(x2),4" is 8, 8 and 4."""
+    found = []
+    for part in filter(None, counts.split(",")):
+        number, _, times = part.partition("(x")
+        found += [_count(number)] * (_count(times.rstrip(")")) if times else 1)
+    return found
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def isolate_extension_builds() -> None:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, ReportedError, TrainingError
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace
 
 _FIRST_REPORT_S, _REPORT_EVERY_S = 10.0, 60.0
 """Seconds of waiting before the missing ranks are logged for the first time, and between later times."""
 
 
-def meet(place: Place, timeout_s: float, stop_requested: Callable[[], object]) -> Any:
+def meet(place: RankPlace, timeout_s: float, stop_requested: Callable[[], object]) -> Any:
     """Wait until all ranks have registered at MASTER_ADDR and MASTER_PORT.
 
     Args:
@@ -56,7 +56,7 @@ def restart() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def connect(place: Place, pause: Callable[[str], None], timeout_s: float) -> Any:
+def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) -> Any:
     """Return the store at MASTER_ADDR and MASTER_PORT, which rank 0 makes, unless torchrun has made one there.
 
     Args:
@@ -94,7 +94,7 @@ class _Waiting:
         stop_requested: returns a true value when the wait is to end.
     """
 
-    def __init__(self, place: Place, timeout_s: float, stop_requested: Callable[[], object]) -> None:
+    def __init__(self, place: RankPlace, timeout_s: float, stop_requested: Callable[[], object]) -> None:
         self._place, self._timeout_s, self._stop_requested = place, timeout_s, stop_requested
         self._began = time.monotonic()
         self._report_at = _FIRST_REPORT_S

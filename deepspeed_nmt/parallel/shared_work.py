@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import EXIT_RANK_LOST, EXIT_STOPPED, EXIT_USER_ERROR, ReportedError, UserError
-from deepspeed_nmt.parallel.launched import Place, pointing_to_doctor
-from deepspeed_nmt.parallel.rendezvous import meet
-from deepspeed_nmt.parallel.world import check_launcher
+from deepspeed_nmt.parallel.launched import RankPlace, pointing_to_doctor
 
 T = TypeVar("T")
 _CONNECT_S = 1800.0
@@ -40,14 +36,14 @@ class SharedWork:
         store: that all ranks share; None for a single rank.
     """
 
-    def __init__(self, place: Place, store: Any = None) -> None:
+    def __init__(self, place: RankPlace, store: Any = None) -> None:
         self.place = place
-        self._store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]
+        self._store = _OwnStore() if store is None else store
         # A rank outlives a launcher that is killed.
         self._launcher = os.getppid() if place.ranks > 1 else 0
 
     @classmethod
-    def join(cls, place: Place) -> SharedWork:
+    def join(cls, place: RankPlace) -> SharedWork:
         """Connect this process to the other ranks at MASTER_ADDR and MASTER_PORT.
 
         Raises:
@@ -56,6 +52,9 @@ class SharedWork:
         """
         if place.ranks == 1:
             return cls(place)
+        from deepspeed_nmt.parallel.rendezvous import meet  # imports torch, which a single rank need not have
+        from deepspeed_nmt.parallel.world import check_launcher
+
         check_launcher(place.ranks)
         with pointing_to_doctor():
             return cls(place, meet(place, _CONNECT_S, lambda: False))
@@ -169,6 +168,26 @@ class SharedWork:
             if self.place.local_rank == 0:
                 logger.error("rank 0, or the launcher, has ended; start the same command again to resume")
             raise ReportedError(EXIT_RANK_LOST) from error
+
+
+class _OwnStore:
+    """The store of a single rank; its methods are those of torch's stores."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> str:
+        return self._values[key]
+
+    def add(self, key: str, count: int) -> int:
+        self._values[key] = str(int(self._values.get(key, "0")) + count)
+        return int(self._values[key])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
 
 
 def _status(error: BaseException) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.device import prepare_gpu, uses_cuda
-from deepspeed_nmt.parallel.launched import Place, once_per_host, place, pointing_to_doctor
+from deepspeed_nmt.parallel.launched import RankPlace, once_per_host, place, pointing_to_doctor
 from deepspeed_nmt.parallel.rendezvous import meet
 
 
@@ -126,7 +126,7 @@ def join_world(
     return World(rank, ranks, local_rank, where).regrouped(tensor_ranks)
 
 
-def _connect(backend: str, here: Place, timeout_s: float, stop_requested: Callable[[], object]) -> None:
+def _connect(backend: str, here: RankPlace, timeout_s: float, stop_requested: Callable[[], object]) -> None:
     """Make the process group of all ranks.
 
     Raises:

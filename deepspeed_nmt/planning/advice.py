@@ -11,7 +11,7 @@ from deepspeed_nmt.planning.gpus import Gpu
 from deepspeed_nmt.planning.memory import (
     PARTS,
     Layout,
-    Recompute,
+    RecomputedLayers,
     WorkOf,
     host_bytes,
     state_bytes,
@@ -48,7 +48,7 @@ class Plan:
 
     layout: Layout
     micro_tokens: int
-    recompute: Recompute
+    recompute: RecomputedLayers
     parts: Mapping[str, int]
     host: int
     host_ranks: int
@@ -74,7 +74,7 @@ class Plan:
 
 
 def plan_for(
-    work: WorkOf, trained: int, frozen: int, layout: Layout, micro_tokens: int, recompute: Recompute
+    work: WorkOf, trained: int, frozen: int, layout: Layout, micro_tokens: int, recompute: RecomputedLayers
 ) -> Plan:
     """Compute memory and cost of one way to train.
 

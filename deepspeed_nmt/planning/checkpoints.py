@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_nmt.engine.gathering import checkpoint_bytes
+from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
 from deepspeed_nmt.errors import shown_bytes
 
 _MB = 10**6

@@ -14,6 +14,11 @@ FRAGMENTED = 0.06
 """Share of the rest that is lost to fragmentation."""
 
 
+def usable_gib(gib: float) -> float:
+    """Return the memory (GiB) that a program can use of a GPU's ``gib``, after the driver and fragmentation."""
+    return (gib - CONTEXT_GIB) * (1.0 - FRAGMENTED)
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A kind of GPU.
@@ -34,8 +39,8 @@ class Gpu:
 
     @property
     def usable_gib(self) -> float:
-        """Memory (GiB) that a program can use, after the driver and fragmentation."""
-        return (self.gib - CONTEXT_GIB) * (1.0 - FRAGMENTED)
+        """Memory (GiB) that a program can use; see :func:`usable_gib`."""
+        return usable_gib(self.gib)
 
 
 GPUS = {

@@ -5,50 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed_nmt.data.batching import BatchConfig, cut_update
+from deepspeed_nmt.data.batching import BatchConfig, divide_update
 from deepspeed_nmt.data.packing import pack_update, row_sizes
 from deepspeed_nmt.data.windows import Window
 
 _SAMPLED_UPDATES = 50
-"""Updates that are cut in either layout."""
+"""Updates that are divided in either layout."""
 _MARGIN = 0.03
-"""Share of positions by which packed micro-batches may be emptier, since they are fewer."""
+"""Share of positions by which packed micro-batches may have more padding, since they are fewer."""
 
 
 @dataclass(frozen=True)
-class Yield:
+class LayoutEstimate:
     """Micro-batches of a layout.
 
     Attributes:
         layout: padded or packed.
         micro_batches: of a rank in an update, on average.
         tokens: of both sides of a micro-batch, on average.
-        empty: share of positions that hold padding or the tail of a row.
+        padding: share of positions that hold padding or the tail of a row (padding fraction).
         shapes: number of different shapes among the micro-batches of the sample.
     """
 
     layout: str
     micro_batches: float
     tokens: float
-    empty: float
+    padding: float
     shapes: int
 
     def __str__(self) -> str:
         return (
             f"{self.layout}: {self.micro_batches:.1f} micro-batches of {self.tokens:,.0f} tokens an update and rank, "
-            f"{self.empty:.1%} of positions empty, {self.shapes} shape{'s' if self.shapes > 1 else ''}"
+            f"{self.padding:.1%} of positions empty, {self.shapes} shape{'s' if self.shapes > 1 else ''}"
         )
 
 
-def yields(
+def estimates(
     updates: Window,
     longest: int,
     config: BatchConfig,
     ranks: int,
     layouts: Sequence[str] = ("padded", "packed"),
     updates_sampled: int = _SAMPLED_UPDATES,
-) -> list[Yield]:
-    """Return the yields of layouts.
+) -> list[LayoutEstimate]:
+    """Estimate the micro-batches of layouts.
 
     Args:
         updates: updates that stand for those of the run.
@@ -56,19 +56,19 @@ def yields(
         config: sizes of batches.
         ranks: number of data-parallel ranks.
         layouts: to return.
-        updates_sampled: number of updates that are cut, or some more.
+        updates_sampled: number of updates that are divided, or some more.
     """
     # The last update of an epoch may be what is left.
     sample = range(0, max(1, len(updates) - 1), max(1, len(updates) // updates_sampled))
     return [
-        _yield(layout, _rows(layout, updates, longest, sample, config, ranks), len(sample) * ranks)
+        _estimate(layout, _rows(layout, updates, longest, sample, config, ranks), len(sample) * ranks)
         for layout in layouts
     ]
 
 
-def prefers_padded(padded: Yield, packed: Yield) -> bool:
-    """Return True if the packed layout leaves clearly more empty than the padded one."""
-    return packed.empty > padded.empty + _MARGIN
+def prefers_padded(padded: LayoutEstimate, packed: LayoutEstimate) -> bool:
+    """Return True if the packed layout has clearly more padding than the padded one."""
+    return packed.padding > padded.padding + _MARGIN
 
 
 _Shape = tuple[int, int, int]
@@ -89,15 +89,15 @@ def _rows(
                 tokens = int(source[part.sentences].sum() + target[part.sentences].sum())
                 found.append(((1, part.source, part.target), tokens))
         else:
-            cut = cut_update(updates[number], source, target, ranks, config)
-            for group in (each for groups in cut for each in groups if len(each)):
+            divided = divide_update(updates[number], source, target, ranks, config)
+            for group in (each for groups in divided for each in groups if len(each)):
                 s, t = source[group], target[group]
                 found.append(((len(group), int(s.max()), int(t.max())), int(s.sum() + t.sum())))
     return found
 
 
-def _yield(layout: str, found: list[tuple[_Shape, int]], of: int) -> Yield:
+def _estimate(layout: str, found: list[tuple[_Shape, int]], of: int) -> LayoutEstimate:
     tokens = sum(each for _, each in found)
     positions = sum(rows * (source + target) for (rows, source, target), _ in found)
     shapes = len({shape for shape, _ in found})
-    return Yield(layout, len(found) / of, tokens / len(found), 1.0 - tokens / positions, shapes)
+    return LayoutEstimate(layout, len(found) / of, tokens / len(found), 1.0 - tokens / positions, shapes)

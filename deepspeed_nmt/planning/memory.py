@@ -7,14 +7,14 @@ Bytes per parameter, with n data-parallel ranks:
 
     engine            weights  gradients  optimizer     buffers
     plain, fp32       4        4          8
-    plain, 16 bit     2        4          12
+    plain, 16 bit     2        4          12            up to 48 MiB (gradients to be added together)
     ZeRO 0, fp32      4        4          8
     ZeRO 1, fp32      4        4          12/n          4/n (the gradient it steps with)
     ZeRO 1, 16 bit    2        4          12/n          4/n
     ZeRO 2            as ZeRO 1, with gradients divided by n
     ZeRO 3            as ZeRO 2, with weights divided by n; weights in use and prefetched ones are buffers
 
-The gradients of an update's micro-batches are added in fp32. They pass through buckets of the size in the DeepSpeed
+The gradients of an update's micro-batches are added in fp32. DeepSpeed's pass through buckets of the size in its
 configuration. Frozen parameters have weights only. Offloaded optimizer state and weights take no GPU memory. An
 unsharded copy of the model in the precision of training is on the GPU during validation, which has no activations.
 """
@@ -33,11 +33,12 @@ from deepspeed_nmt.core.batch import Batch, UpdateInfo
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.engine.gathering import SHARD_BYTES
+from deepspeed_nmt.engine.accumulation import BUFFER_BYTES
+from deepspeed_nmt.engine.checkpoint_size import SHARD_BYTES
 from deepspeed_nmt.planning.tally import Tally
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "validation")
-Recompute = tuple[int, int]
+RecomputedLayers = tuple[int, int]
 """Every k-th layer application of encoder and decoder is recomputed; 0 none."""
 LENGTH = 32
 """Tokens of each sentence in the micro-batches that are counted."""
@@ -65,7 +66,7 @@ def count_update(
     objective: Objective,
     vocabulary: Vocabulary,
     tokens: int,
-    recompute: Recompute,
+    recompute: RecomputedLayers,
     updates: int = 1,
 ) -> Work:
     """Run micro-batches of a model on the meta device, one for each of some updates, and count.
@@ -193,7 +194,7 @@ def state_bytes(trained: int, frozen: int, layout: Layout) -> dict[str, int]:
             "weights": width * count,
             "gradients": 4 * trained,
             "optimizer": 8 * trained + masters,
-            "buffers": 0,
+            "buffers": min(BUFFER_BYTES, 6 * trained) if layout.stage is None and layout.bits == 16 else 0,
         }
     bucket = _elements(zero, "reduce_bucket_size", 5e8)
     # Allocated in full for models of any size; overlapped communication has a second one.
@@ -248,13 +249,23 @@ def host_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
     return ranks * kept + max(starting, saving)
 
 
+def cpu_bytes(trained: int, frozen: int, layout: Layout, ranks: int) -> int:
+    """Return the bytes of memory that the tensors of the ranks of one host take if they train on its CPUs.
+
+    Activations, logits and buffers are not counted. Arguments as in :func:`host_bytes`.
+    """
+    state, copy = state_bytes(trained, frozen, layout), 4 * (trained + frozen) * layout.tensor_ranks
+    training = sum(state[part] for part in ("weights", "gradients", "optimizer"))
+    return max(host_bytes(trained, frozen, layout, ranks), ranks * (training + copy))
+
+
 def _elements(zero: Mapping[str, Any], key: str, default: float) -> int:
     """Return a size in DeepSpeed's configuration; "auto" is its default."""
     value = zero.get(key, default)
     return int(default if value == "auto" else float(value))
 
 
-WorkOf = Callable[[int, Recompute], Work]
+WorkOf = Callable[[int, RecomputedLayers], Work]
 Counts = tuple[Work, ...]
 """Work of two or more micro-batches, from the smallest to the largest."""
 
@@ -278,7 +289,7 @@ def interpolated(none: Counts, encoder: Counts, decoder: Counts, applications: t
         slope = (getattr(large, what) - getattr(small, what)) / (large.tokens - small.tokens)
         return float(getattr(small, what) + slope * (tokens - small.tokens))
 
-    def work(tokens: int, recompute: Recompute) -> Work:
+    def work(tokens: int, recompute: RecomputedLayers) -> Work:
         shares = [
             count // every / count if every and count else 0.0
             for count, every in zip(applications, recompute, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,14 +11,15 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
-from deepspeed_nmt.engine.config import DTYPES, EngineConfig, Precision
+from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
 from deepspeed_nmt.engine.settings import EngineSettings
+from deepspeed_nmt.kernels.precision import DTYPES, Precision
 from deepspeed_nmt.parallel.tensor import parallelize
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.advice import RECOMPUTE, Plan, advise, plan_for
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.memory import Layout, Recompute, Work, WorkOf, count_update, interpolated
+from deepspeed_nmt.planning.memory import Layout, RecomputedLayers, Work, WorkOf, count_update, interpolated
 
 _COUNTED = (1024, 4096, 16384)
 """Sizes in tokens of the micro-batches that are counted; other sizes are interpolated. Up to 4,096 the loss of a GPU
@@ -60,12 +61,19 @@ def count_model(
     frozen = sum(p.numel() for p in model.parameters()) - trained
     model.to(DTYPES[precision])
 
-    def counted(recompute: Recompute) -> tuple[Work, ...]:
+    def counted(recompute: RecomputedLayers) -> tuple[Work, ...]:
         return tuple(count_update(model, objective, vocabulary, tokens, recompute) for tokens in _COUNTED)
 
     encoder, decoder = (sum(stack.applications for stack in side) for side in model.stacks)
     work = interpolated(counted((0, 0)), counted((1, 0)), counted((0, 1)), (encoder, decoder))
     return Counts(work, trained, frozen)
+
+
+def layout_of(settings: EngineSettings, ranks: int, tensor_ranks: int, copies: bool) -> Layout:
+    """Return the layout of a model over GPUs that an engine's settings describe; arguments as in :class:`Layout`."""
+    zero = None if settings.ds_config is None else settings.ds_config.get("zero_optimization", {})
+    bits = 32 if settings.precision == "fp32" else 16
+    return Layout(settings.zero_stage, ranks, tensor_ranks, bits, zero, copies)
 
 
 class Planner:
@@ -91,15 +99,11 @@ class Planner:
     ) -> None:
         self.work, self.trained, self.frozen = counts.work, counts.trained, counts.frozen
         self._engine, self._settings, self._batch = engine, settings, batch
-        bits = 32 if settings.precision == "fp32" else 16
-        self._layout = Layout(None, ranks, engine.tensor_parallel, bits, copies=copies)
+        self._layout = layout_of(settings, ranks, engine.tensor_parallel, copies)
 
     def as_set(self, usable_gib: float) -> Plan:
         """Return the plan that the settings describe; "auto" is as little recomputation as fits."""
         engine, layout = self._engine, self._layout
-        if self._settings.ds_config is not None:
-            zero = self._settings.ds_config.get("zero_optimization", {})
-            layout = replace(layout, stage=self._settings.zero_stage, zero=zero)
         sides = [
             RECOMPUTE if every == "auto" else (every,)
             for every in (engine.recompute_encoder, engine.recompute_decoder)
@@ -120,10 +124,15 @@ class Planner:
 
     def settings(self, plan: Plan) -> list[str]:
         """Return the settings of a plan, as arguments of ``train``."""
-        engine = ["engine.name=plain"] if plan.layout.stage is None else [f"engine.ds_config=zero{plan.layout.stage}"]
+        stage = plan.layout.stage
+        engine = ["engine.name=plain"] if stage is None else [f"engine.ds_config=zero{stage}"]
+        if stage is None and self._engine.ds_config is not None:
+            engine.append("engine.ds_config=null")
+        if stage is not None and self._engine.name == "plain":
+            engine.insert(0, "engine.name=deepspeed")
         sides = zip(("encoder", "decoder"), plan.recompute, strict=True)
         recompute = [f"engine.recompute_{side}={every}" for side, every in sides if every]
         return [*engine, *recompute, f"batch.micro_tokens={plan.micro_tokens}"]
 
-    def _plan(self, layout: Layout, recompute: Recompute) -> Plan:
+    def _plan(self, layout: Layout, recompute: RecomputedLayers) -> Plan:
         return plan_for(self.work, self.trained, self.frozen, layout, self._batch.micro_tokens, recompute)

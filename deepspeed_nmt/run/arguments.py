@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
+from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import ConfigError, option, shown
-from deepspeed_nmt.search.translate import Translation
+from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.text import TextForm
 
 Paths = str | Path | Sequence[str | Path]
 """A run directory, or several."""
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of ``Translator.stream`` that ``Translator.translate`` shares."""
+
+    max_source_tokens: int | None
+    strict: bool
+    prefix: Iterable[str] | None
+    constraints: Iterable[Sequence[str]] | None
+    token_scores: bool
+    alignment: bool
+    alignment_layer: int | None
+
+
 MAX_LINE = 2**62
 """Largest number of the first sentence in its text."""
 
@@ -90,6 +106,35 @@ def checked_phrases(constraints: Iterable[Sequence[str]]) -> Iterator[Sequence[s
         return phrases
 
     return map(texts, constraints)
+
+
+def check_details(
+    search: SearchConfig, token_scores: bool, alignment: bool, layer: int | None, detokenise: TextForm | None
+) -> None:
+    """Check that a translation can return what is asked for beside the text.
+
+    Args:
+        search: which decodes.
+        token_scores: True for the scores of tokens.
+        alignment: True for links of words.
+        layer: decoder layer that aligns; None if none is given.
+        detokenise: form of the text that is made plain; None if none is.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if layer is not None and not alignment:
+        raise ConfigError(f"{option('alignment_layer')} is for {option('alignment')}, which is missing; give both")
+    if (token_scores or alignment) and not search.left_to_right:
+        raise ConfigError(
+            f"{option('alignment' if alignment else 'token_scores')} needs a run that translates from left to right, "
+            "but this one predicts masked tokens; leave it out, or use another run"
+        )
+    if alignment and detokenise is not None:
+        raise ConfigError(
+            f"{option('alignment')} links the words that the model writes, which {option('detokenise')} changes; "
+            "leave out one of them"
+        )
 
 
 def check_unicode(name: str, text: str) -> None:

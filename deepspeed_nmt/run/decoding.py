@@ -29,7 +29,7 @@ def search_settings(runs: Sequence[Run], changes: Mapping[str, Any], exits: Sequ
     run = runs[0]
     settings = run.config.search.model_dump()
     if (exits or len(runs) > 1) and run.config.search.needs_exits and changes.get("name") is None:
-        settings["name"] = SEARCHES.default  # decodes with one net, although the run was validated with both
+        settings["name"] = SEARCHES.default  # decodes from one exit, although the run was validated with both
     settings |= {key: value for key, value in changes.items() if value is not None}
     if settings["name"] not in SEARCHES:
         name = settings["name"]

@@ -62,7 +62,7 @@ _FIXED = (
     "optimizer.name.",
     "training.seed.",
     "batch.update_tokens.",
-    "batch.plan.",
+    "batch.order.",
 )
 """Settings that cannot change once the run has a checkpoint."""
 _LEARNING = ("optimizer.", "schedule.")
@@ -336,7 +336,7 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
 
 
 def _warn_of_micro_batches(path: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Warn if updates are cut into other micro-batches than at the last start, on which random choices depend.
+    """Warn if updates are divided into other micro-batches than at the last start, on which random choices depend.
 
     Args:
         path: run directory.

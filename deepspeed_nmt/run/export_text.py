@@ -41,7 +41,7 @@ class ExportText:
     """Text to compare translations of.
 
     Attributes:
-        lines: sentences, none without tokens.
+        lines: sentences, none without tokens, with the tag of the run's data.
         references: one of each; None without such.
         description: of its origin.
     """
@@ -61,6 +61,7 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
     if request.reference is not None and request.source is None:
         raise ConfigError("--reference needs --source, which is missing; give both")
     pairs: list[tuple[str, str]]
+    parts: list[tuple[int, str]] = []  # of the data: number of the first pair, and name
     if request.source is not None:
         sources = read_sentences(str(request.source))
         references = read_sentences(str(request.reference)) if request.reference is not None else None
@@ -76,28 +77,34 @@ def export_text(run: Run, request: ExportRequest, longest: int, most: int) -> Ex
             data = recorded_data(run.path).main
         except DataError as error:
             raise DataError(
-                f"the data of {run.path} must be there, because translations of it are compared, but is not; "
-                "give another text by --source"
+                f"the data of {run.path} must be there, because translations of it are compared, but is not; export "
+                "with another text (`export --source F`), and give that export by `translate --export DIR`"
             ) from error
-        pairs, parts = [], []
+        pairs = []
         for split in ("test", "valid"):
             with suppress(DataError):
                 files = [data.text(split, side) for side in ("source", "target")]
-                pairs += zip(*(read_sentences(str(file)) for file in files), strict=True)
-                parts.append(split)
+                found = list(zip(*(read_sentences(str(file)) for file in files), strict=True))
+                parts.append((len(pairs), split))
+                pairs += found
         if len(pairs) < most:
             corpus, tokenizer = data.corpus("train"), run.tokenizer
+            parts.append((len(pairs), "train"))
             for index in range(min(len(corpus), most - len(pairs))):
                 source, target = corpus.source(index).tolist(), corpus.target(index).tolist()
-                pairs.append((tokenizer.decode(source, "source"), tokenizer.decode(target, "target")))
-            parts.append("train")
-        references, origin = [""], f"{'+'.join(parts)} of {data.path}"
+                texts = tokenizer.decode(source, "source"), tokenizer.decode(target, "target")
+                pairs.append((run.tags.untagged(texts[0], "source"), run.tags.untagged(texts[1])))
+        references, origin = [""], str(data.path)
     if references is None and request.precision != "fp32":
         raise ConfigError(f"--precision {request.precision} is judged by BLEU; add --reference to --source")
     encode = run.tokenizer.encode
-    kept = [pair for pair in pairs if pair[0].strip() and 0 < len(encode(pair[0])) < longest][:most]
-    if not kept:
+    pairs = list(zip(run.tags.tagged([source for source, _ in pairs]), [each for _, each in pairs], strict=True))
+    fits = [n for n, (source, _) in enumerate(pairs) if source.strip() and 0 < len(encode(source)) < longest][:most]
+    if not fits:
         raise DataError(f"the text to compare translations of must have sentences, but {origin} has none")
+    kept = [pairs[n] for n in fits]
+    if parts:
+        origin = f"{'+'.join(name for first, name in parts if first <= fits[-1])} of {origin}"
     return ExportText(
         [source for source, _ in kept],
         None if references is None else [run.tokenizer.reference(reference) for _, reference in kept],

@@ -9,35 +9,38 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import deepspeed_nmt
 from deepspeed_nmt.build import build_meta_model, build_model
-from deepspeed_nmt.console import logger
+from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.core.model import TOP, TranslationModel
 from deepspeed_nmt.core.plain import NotPlainError
-from deepspeed_nmt.data.staging import replacing, staged
+from deepspeed_nmt.directories import replacing, staged
 from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.evaluate.metrics import Scorer
 from deepspeed_nmt.export.certificate import (
+    AT_LIMIT,
     CERTIFICATE_FILE,
+    LEFT_OUT,
     SENTENCES,
     Certificate,
     Comparison,
     Difference,
     problems_of,
 )
-from deepspeed_nmt.export.ctranslate2_search import BeamSettings, Found
+from deepspeed_nmt.export.ctranslate2_search import RULES, ExportBeamSettings, Found
 from deepspeed_nmt.export.ctranslate2_weights import longest_positions
 from deepspeed_nmt.export.formats import FORMATS, Format, OwnProgram, Program, Subject
 from deepspeed_nmt.export.info import ExportInfo, text_record
 from deepspeed_nmt.export.margins import smallest_margin
+from deepspeed_nmt.export.runtime import Owner
 from deepspeed_nmt.files import check_utf8_name
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.run.directory import Run
-from deepspeed_nmt.run.export_text import ExportRequest as ExportRequest
-from deepspeed_nmt.run.export_text import ExportText, export_text
+from deepspeed_nmt.run.export_text import ExportRequest, ExportText, export_text
+from deepspeed_nmt.search import SEARCHES
 from deepspeed_nmt.search.beam import BeamConfig
-from deepspeed_nmt.search.beam import BeamSettings as RunBeamSettings
 from deepspeed_nmt.search.length_penalty import LengthPenalty
 
 BEAMS = (1, 5)
@@ -83,6 +86,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
         raise _not_plain(run, format, error) from error
     checkpoint = run.checkpoint(request.checkpoint)
     settings = settings_of(run)
+    _warn_of_search(run, request)
     longest = _longest(run, empty, settings)
     text = export_text(run, request, longest, request.sentences or SENTENCES)
     cut = _cut(run, run.model(request.checkpoint), request.exit).eval()
@@ -90,7 +94,7 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     def rebuild() -> TranslationModel:
         return build_model(config, vocabulary).at_exit(request.exit or TOP)
 
-    subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild)
+    subject = Subject(cut, run.tokenizer, longest, request.precision, rebuild, run.tags)
     with replacing(out, is_export), staged(out) as new:
         try:
             format.write(new, subject)
@@ -103,8 +107,9 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
             precision=request.precision,
             longest=longest,
             max_source_tokens=min(run.max_source_tokens, longest - 1),
-            search_name=config.search.name,
+            search_name=search_name(run, request.exit),
             search=settings,
+            rules=rules_of(run),
             text=text_record(run.text_form),
             tags=run.tags,
             model={**config.model.model_dump(mode="json"), "exit": request.exit or TOP},
@@ -147,6 +152,18 @@ def export_run(request: ExportRequest, out: Path, overwrite: bool) -> Certificat
     return certificate
 
 
+def _warn_of_search(run: Run, request: ExportRequest) -> None:
+    """Warn if the run's search is none that the export's program has."""
+    rules = [f"search.{name}={value}" for name, value in rules_of(run).items()]
+    name = search_name(run, request.exit)
+    if lacking := [*([f"search.name={name}"] if name != SEARCHES.default else []), *rules]:
+        logger.warning(
+            "the export of %s is compared by beam search without %s, which other programs lack",
+            run.path,
+            " and ".join(lacking),
+        )
+
+
 def is_export(path: Path) -> bool:
     """Return True if a directory is an export that was written in full."""
     return (path / CERTIFICATE_FILE).is_file()
@@ -184,21 +201,46 @@ def _not_plain(run: Run, format: Format, reason: NotPlainError) -> ConfigError:
     return ConfigError(f"{run.path} must be a plain Transformer to be exported as {format.name}, but {reason}")
 
 
-def settings_of(run: Run) -> BeamSettings:
-    """Return the settings of the run's beam search."""
+def settings_of(run: Run) -> ExportBeamSettings:
+    """Return the settings of a beam search with the run; those that its own search lacks have their defaults."""
+    settings = {**BeamConfig().model_dump(), **run.config.search.model_dump(), "name": "beam"}
+    return ExportBeamSettings(**{key: settings[key] for key in ExportBeamSettings.model_fields})
+
+
+def rules_of(run: Run) -> dict[str, Any]:
+    """Return the rules of the next token that the run's search has, and that other programs lack."""
     search = run.config.search
-    config = search if isinstance(search, RunBeamSettings) else BeamConfig()
-    return BeamSettings(**{key: getattr(config, key) for key in BeamSettings.model_fields})
+    return {name: value for name, none in RULES.items() if (value := getattr(search, name, none)) != none}
 
 
-def _longest(run: Run, model: TranslationModel, settings: BeamSettings) -> int:
+def search_name(run: Run, exit: str | None) -> str:
+    """Return the name of the search that decodes a run at an exit, if the user names no other."""
+    search = run.config.search
+    return SEARCHES.default if exit is not None and search.needs_exits else search.name
+
+
+def owner_of(path: Path, exit: str | None) -> Owner:
+    """Return the description of a run at an exit to translate with an export.
+
+    Args:
+        path: run directory.
+        exit: of the model; None for the top.
+
+    Raises:
+        UserError: if it cannot be opened.
+    """
+    run = Run.open(path)
+    return Owner(path, search_name(run, exit), settings_of(run), rules_of(run), run.text_form, run.tags)
+
+
+def _longest(run: Run, model: TranslationModel, settings: ExportBeamSettings) -> int:
     """Return the positions that an export needs."""
     most = min(run.max_source_tokens, (model.longest_source or math.inf) - 1)
     return longest_positions(int(most) + 1, settings.max_length_ratio, settings.max_length_extra)
 
 
 def _compare(
-    run: Run, subject: Subject, program: Program, settings: BeamSettings, text: ExportText, format: Format
+    run: Run, subject: Subject, program: Program, settings: ExportBeamSettings, text: ExportText, format: Format
 ) -> tuple[str, str, tuple[Comparison, ...], float]:
     """Translate by both programs.
 
@@ -214,14 +256,14 @@ def _compare(
     for beam in BEAMS:
         changes = {"beam": beam, "length_penalty": format.length_penalty or settings.length_penalty}
         chosen = settings.model_copy(update=changes)
-        logger.info("certificate: %s sentences with beam %d in both programs", f"{len(sources):,}", beam)
         for one in (here, program):  # the first batch has start-up costs
             one.translate(sources[:2], chosen)
-        start = time.perf_counter()
-        own = here.translate(sources, chosen)
-        middle = time.perf_counter()
-        other = program.translate(sources, chosen)
-        seconds = (middle - start, time.perf_counter() - middle)
+        with counting(f"certificate, beam {beam}, both programs", "sentences", 2 * len(sources)) as advance:
+            start = time.perf_counter()
+            own = here.translate(sources, chosen, advance)
+            middle = time.perf_counter()
+            other = program.translate(sources, chosen, advance)
+            seconds = (middle - start, time.perf_counter() - middle)
         if beam == BEAMS[0]:
             difference = _logit_difference(here, program, sources, own)
         comparisons.append(_comparison(subject, sources, chosen, own, other, seconds, scorer, difference))
@@ -243,15 +285,14 @@ def _logit_difference(
 def _comparison(
     subject: Subject,
     sources: Sequence[Sequence[int]],
-    settings: BeamSettings,
+    settings: ExportBeamSettings,
     own: Sequence[Found],
     other: Sequence[Found],
     seconds: tuple[float, float],
     scorer: Scorer | None,
     logit_difference: float,
 ) -> Comparison:
-    tokenizer = subject.tokenizer
-    texts = [[tokenizer.decode(each.tokens) for each in found] for found in (own, other)]
+    texts = [[subject.decode(each.tokens) for each in found] for found in (own, other)]
     same = [one.tokens == two.tokens for one, two in zip(own, other, strict=True)]
     scores, log_probs = (
         _gaps([(getattr(one, name), getattr(two, name)) for one, two in zip(own, other, strict=True)], same)
@@ -267,11 +308,12 @@ def _comparison(
             continue
         pair = own[number].tokens, other[number].tokens
         limit = settings.limit(len(sources[number]) + 1, subject.longest)
+        margin: float | None
         margin, kind = smallest_margin(subject.model, subject.vocabulary, sources[number], *pair, config)
         if any(len(tokens) + 1 >= limit for tokens in pair):
-            margin, kind = 0.0, "hypotheses at the length limit"
+            margin, kind = None, AT_LIMIT
         elif settings.beam > 1 and _left_out(own[number], other[number], settings):
-            margin, kind = 0.0, "hypotheses left out by the program's own length penalty"
+            margin, kind = None, LEFT_OUT
         differences.append(
             Difference(
                 line=number + 1,
@@ -279,7 +321,7 @@ def _comparison(
                 there=texts[1][number],
                 margin=margin,
                 kind=kind,
-                explained=margin <= tolerance,
+                explained=margin is None or margin <= tolerance,
             )
         )
     return Comparison(
@@ -296,7 +338,7 @@ def _comparison(
     )
 
 
-def _left_out(own: Found, other: Found, settings: BeamSettings) -> bool:
+def _left_out(own: Found, other: Found, settings: ExportBeamSettings) -> bool:
     """Return True if a program that ranks its K finished hypotheses by the power of the length prefers the other one.
 
     CTranslate2 knows no other penalty. It keeps the best K by its own, of which the best by the run's is taken.

@@ -7,11 +7,11 @@ be taken in by a resumed run, and by `choose-best` when training has ended.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import MetricError, counted
@@ -21,76 +21,32 @@ from deepspeed_nmt.files import atomic_write_text, parse_json
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_texts import ValidationTexts
-from deepspeed_nmt.train.choosing import choose_late
+from deepspeed_nmt.train.choosing import update_best_late
 from deepspeed_nmt.train.metrics import Metrics
-from deepspeed_nmt.train.session import LateValidation, Validation
-
-_UNKNOWN = float("-inf")
+from deepspeed_nmt.train.validation import Choice, LateResult, Validation
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Choice of the best checkpoint among validations.
+def choice_by(metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:
+    """Return the choice of the best checkpoint by a metric, or by the loss.
 
-    Attributes:
-        by: description of the measure that chooses; scores by equal ones can be compared.
-        tags: tags of its values, whose mean is the score.
-        losses: tags of the losses, whose mean decides between equal scores.
-        mean: tags under which these two means are logged; "" if they are those of one set.
-        sign: -1 if smaller values are better.
-        least: score below which only losses are compared.
-        decimals: number of decimals in which scores are compared.
+    Args:
+        metric: the metric; None for the loss.
+        chooses: name of the set, or MEAN.
+        sets: names of all sets.
+        suffix: what the description of the measure ends in.
     """
-
-    by: str
-    tags: tuple[str, ...]
-    losses: tuple[str, ...]
-    mean: tuple[str, str]
-    sign: int
-    least: float
-    decimals: int
-
-    @classmethod
-    def of(cls, metric: Metric | None, chooses: str, sets: Iterable[str], suffix: str) -> Choice:
-        """Return the choice by a metric, or by the loss.
-
-        Args:
-            metric: the metric; None for the loss.
-            chooses: name of the set, or MEAN.
-            sets: names of all sets.
-            suffix: what the description of the measure ends in.
-        """
-        name = "loss" if metric is None else metric.name
-        of = list(sets) if chooses == MEAN else [chooses]
-        mean = (validation_tag(name, MEAN), validation_tag("loss", MEAN)) if chooses == MEAN else ("", "")
-        return cls(
-            by=validation_tag(name, chooses) + suffix,
-            tags=tuple(validation_tag(name, each) for each in of),
-            losses=tuple(validation_tag("loss", each) for each in of),
-            mean=mean,
-            sign=1 if metric is not None and metric.higher_is_better else -1,
-            # Losses, which are not rounded, decide alone.
-            least=float("inf") if metric is None else metric.least,
-            decimals=2 if metric is None else metric.decimals,
-        )
-
-    def judge(self, values: Mapping[str, float], may_await: int = 0) -> Validation:
-        """Return the validation with these values, the means that choose among them.
-
-        Args:
-            values: by tag. One that is missing leaves the score unknown.
-            may_await: number of newest validations whose scores may be awaited, if this one comes late.
-        """
-        values, score = dict(values), _UNKNOWN
-        loss = fmean(values[tag] for tag in self.losses)
-        if self.mean[1]:
-            values[self.mean[1]] = loss
-        if all(tag in values for tag in self.tags):
-            found = fmean(values[tag] for tag in self.tags)
-            score = self.sign * found
-            if self.mean[0]:
-                values[self.mean[0]] = found
-        return Validation(values, self.by, score, loss, self.least, self.decimals, self.sign, may_await)
+    name = "loss" if metric is None else metric.name
+    of = list(sets) if chooses == MEAN else [chooses]
+    return Choice(
+        by=validation_tag(name, chooses) + suffix,
+        tags=tuple(validation_tag(name, each) for each in of),
+        losses=tuple(validation_tag("loss", each) for each in of),
+        mean=(validation_tag(name, MEAN), validation_tag("loss", MEAN)) if chooses == MEAN else ("", ""),
+        sign=1 if metric is not None and metric.higher_is_better else -1,
+        # Losses, which are not rounded, decide alone.
+        least=math.inf if metric is None else metric.least,
+        decimals=2 if metric is None else metric.decimals,
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +57,7 @@ class _Record:
         update: update after which the model was validated.
         target_tokens: target tokens that the run had seen.
         values: values that are known, by tag.
-        late: tags of those that are to come.
+        late: tags of those that are pending.
         choice: how the best checkpoint is chosen.
     """
 
@@ -116,17 +72,15 @@ class _Record:
         """Read a record; None if it is lost or damaged."""
         try:
             content = parse_json(path.read_bytes())
-            choice = content.pop("choice")
-            choice |= {name: tuple(choice[name]) for name in ("tags", "losses", "mean")}
-            record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice(**choice)})
-            record.choice.judge(record.values)
+            record = cls(**{**content, "late": tuple(content["late"]), "choice": Choice.read(content["choice"])})
+            record.choice.validation(record.values)
             return record
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def validation(self) -> Validation | None:
-        """Return the validation; None while a value that chooses is to come."""
-        return None if set(self.late) & set(self.choice.tags) else self.choice.judge(self.values)
+        """Return the validation; None while a value that chooses is pending."""
+        return None if set(self.late) & set(self.choice.tags) else self.choice.validation(self.values)
 
 
 class LateMetrics:
@@ -150,7 +104,7 @@ class LateMetrics:
         self._reported: set[tuple[int, str]] = set()
 
     def start(self, update: int, target_tokens: int, values: Mapping[str, float], choice: Choice) -> None:
-        """Start all programs on the translations after an update, and record what is to come.
+        """Start all programs on the translations after an update, and record which values are pending.
 
         Args:
             update: number of the update.
@@ -174,36 +128,40 @@ class LateMetrics:
             started.append(tag)
         self._write(_Record(update, target_tokens, dict(values), tuple(started), choice))
 
-    def is_awaited(self, update: int) -> bool:
-        """Return True if the score of a validation comes late."""
+    def has_pending_score(self, update: int) -> bool:
+        """Return True if the score of a validation is pending."""
         record = _Record.read(self._main.path(update, "json"))
         return record is not None and record.validation() is None
 
-    def outstanding(self) -> list[int]:
-        """Return the updates of validations some of whose values are to come, oldest first."""
+    def pending_updates(self) -> list[int]:
+        """Return the updates of validations some of whose values are pending, oldest first."""
         return [record.update for record in self._records() if record.late]
 
-    def collect(self, awaited: Sequence[int]) -> list[LateValidation]:
-        """Return the late values that have come, and what is known of awaited validations, oldest first."""
+    def collect(self, pending: Sequence[int]) -> list[LateResult]:
+        """Return the late values that have come, and what is known of validations with pending scores, oldest first.
+
+        Args:
+            pending: updates of these validations.
+        """
         records = list(self._records())
         # Of a record that is lost nothing will come.
-        lost = sorted(set(awaited) - {record.update for record in records})
-        found = [LateValidation(update, {}, 0, Validation({}, "", _UNKNOWN, 0.0)) for update in lost]
+        lost = sorted(set(pending) - {record.update for record in records})
+        results = [LateResult(update, 0, {}, Validation({}, Choice(""), -math.inf, 0.0)) for update in lost]
         for record in records:
-            after = self._taken(record)
+            after = self._with_results(record)
             if after != record:
                 try:
                     self._write(after)
                 except OSError as error:
                     logger.error("%s; late values are read again later, and training continues", error)
-            known = after.choice.judge(after.values).values
-            before = record.choice.judge(record.values).values
+            known = after.choice.validation(after.values).values
+            before = record.choice.validation(record.values).values
             new = {tag: value for tag, value in known.items() if tag not in before}
-            if new or after.update in awaited:
-                found.append(LateValidation(after.update, new, after.target_tokens, after.validation()))
-        return found
+            if new or after.update in pending:
+                results.append(LateResult(after.update, after.target_tokens, new, after.validation()))
+        return results
 
-    def _taken(self, record: _Record) -> _Record:
+    def _with_results(self, record: _Record) -> _Record:
         """Return a record with the values that have come, and without those that will not come."""
         values, late = dict(record.values), list(record.late)
         for tag in record.late:
@@ -257,20 +215,20 @@ def choose_again(run: Run) -> str:
     store = run.checkpoints
     newest = store.open("last")
     before = newest.progress
-    late = LateMetrics(run.path, run.config.validation).collect(before.awaited)
-    if new := [each for each in late if each.values]:
+    results = LateMetrics(run.path, run.config.validation).collect(before.awaited)
+    if any(result.values for result in results):
         with Metrics(run.path, True, before.update, before.update) as metrics:
-            for each in new:
-                metrics.log_earlier(each.update, {**each.values, "train/target_tokens": float(each.target_tokens)})
+            for result in results:
+                metrics.log_late(result)
     kept = [store.update_of(name) for name in store.names()]
-    progress, _ = choose_late(before, late, kept, lambda update, over: True, warn=True)
+    progress, _ = update_best_late(before, results, kept, lambda update, than: True, warn=True)
     if progress != before:
         store.restate(newest, progress)
-    awaited = f"; {counted(len(progress.awaited), 'scores')} still to come" if progress.awaited else ""
+    pending = f"; {counted(len(progress.awaited), 'scores')} still to come" if progress.awaited else ""
     best = store.best()
     if best is None or progress.best_score is None:
-        return f"{run.path} has no best checkpoint yet{awaited}"
+        return f"{run.path} has no best checkpoint yet{pending}"
     was = "" if progress.best_update == before.best_update else f", before it update {before.best_update}"
     value = run.config.validation.value_of(progress.best_by, progress.best_score)
-    known = "" if progress.best_score == _UNKNOWN else f" {value:.4f}"
-    return f"best checkpoint: {store.directory / best} ({progress.best_by}{known}{was}){awaited}"
+    known = "" if progress.best_score == -math.inf else f" {value:.4f}"
+    return f"best checkpoint: {store.directory / best} ({progress.best_by}{known}{was}){pending}"

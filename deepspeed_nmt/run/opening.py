@@ -1,10 +1,10 @@
-"""Opening of runs to decode with: models at an exit, ensembles, and the form of their text."""
+"""Opening of runs to decode with: models at an exit, ensembles, and tags."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_nmt.console import logger
@@ -18,33 +18,7 @@ from deepspeed_nmt.run.arguments import check_type, check_unicode
 from deepspeed_nmt.run.decoding import search_settings
 from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.search.details import cross_attention
-from deepspeed_nmt.text import Tags, TextForm, warn_of_missing_rules
-
-
-def plain_form(run: Run, language: str) -> TextForm:
-    """Return the form of the text that a run writes, to make it plain.
-
-    Args:
-        run: the run.
-        language: language code given by the user; "" to take that of the run.
-
-    Raises:
-        ConfigError: if the text cannot be made plain.
-    """
-    text = TextForm.moses(language, option("detokenise")) if language else run.text_form
-    if text.form == "unknown":
-        raise ConfigError(
-            f"{option('detokenise')} needs a run that records the form of its text, but {run.path} is of an older "
-            "version; if its text was tokenised by Moses, give the language, for example de"
-        )
-    text.convert("plain", [])  # reports problems before anything is translated
-    if language:
-        warn_of_missing_rules(language, option("detokenise"))
-    if not text.how("plain"):
-        logger.warning(
-            "%s changes nothing, because %s was trained on plain text; leave it out", option("detokenise"), run.path
-        )
-    return text
+from deepspeed_nmt.text import Tags
 
 
 def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None:
@@ -83,6 +57,54 @@ def check_ensemble(runs: Sequence[Run], weights: Sequence[float] | None) -> None
             f"{option('weights')} must be positive numbers, but are {shown(list(weights))}; leave out a run of "
             "weight 0"
         )
+
+
+def warn_of_differences(runs: Sequence[Run], search: SearchConfig, given: Mapping[str, object]) -> None:
+    """Warn if the runs of an ensemble differ in what is taken from the first of them.
+
+    Args:
+        runs: of the ensemble.
+        search: which decodes.
+        given: options and settings of the search by name; the runs do not matter for those that are not None.
+    """
+    chosen = {name for name, value in given.items() if value is not None}
+    for run in runs[1:]:
+        differing = [
+            f"{option(name)} ({own or 'none'} and {other or 'none'})"
+            for name, own, other in (
+                ("tag", runs[0].tags.source, run.tags.source),
+                ("tag_target", runs[0].tags.target, run.tags.target),
+            )
+            if own != other and name not in chosen
+        ]
+        if runs[0].text_form.contradicts(run.text_form):
+            differing.append(f"the form of their text ({runs[0].text_form} and {run.text_form})")
+        differing += _differing_settings(
+            runs[0].config.search, run.config.search, {*type(search).model_fields} - chosen
+        )
+        if differing:
+            logger.warning(
+                "%s and %s differ in %s; the ensemble decodes with what %s has, unless other options are given",
+                runs[0].path,
+                run.path,
+                ", ".join(differing),
+                runs[0].path,
+            )
+
+
+def _differing_settings(first: SearchConfig, other: SearchConfig, names: Collection[str]) -> list[str]:
+    """Return phrases for settings in which two searches differ: their names alone, or settings that both have.
+
+    Args:
+        first: a search.
+        other: another one.
+        names: of the settings to compare.
+    """
+    one, two = first.model_dump(), other.model_dump()
+    if "name" in names and first.name != other.name:
+        names = ("name",)
+    both = [name for name in one if name in names and name in two]
+    return [f"search.{name} ({shown(one[name])} and {shown(two[name])})" for name in both if one[name] != two[name]]
 
 
 def suppressed(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
@@ -210,12 +232,16 @@ class Opened:
         checkpoint: which checkpoint of each.
         exit: exit of their models.
         digests: hash of the weights of each.
+        precision: in which they decode.
+        aligning: layers that align best by exit, as far as they were asked for.
     """
 
     runs: tuple[Run, ...]
     checkpoint: str
     exit: str
     digests: tuple[str, ...] = ()
+    precision: str = "fp32"
+    aligning: dict[str, list[int]] = field(default_factory=dict)
 
     def exits(self, models: Sequence[TranslationModel]) -> list[str]:
         """Return the names of the exits that all runs have trained, the top last.
@@ -240,5 +266,8 @@ class Opened:
             for model in models:
                 cross_attention(model.cross_attentions(), layer)
             return [layer] * len(models)
-        pairs = zip(self.runs, models, strict=True)
-        return [alignment_layer(run, self.checkpoint, self.exit, model) for run, model in pairs]
+        if self.exit not in self.aligning:  # in a run that is read-only, they would be chosen in each call
+            pairs = zip(self.runs, models, strict=True)
+            layers = [alignment_layer(run, self.checkpoint, self.exit, model) for run, model in pairs]
+            self.aligning[self.exit] = layers
+        return self.aligning[self.exit]

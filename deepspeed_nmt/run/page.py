@@ -26,14 +26,16 @@ from deepspeed_nmt.evaluate.page.content import Best, Content, State, Status, Ti
 from deepspeed_nmt.evaluate.page.events import ENDINGS, STARTS, Events, read_events
 from deepspeed_nmt.evaluate.page.log import RunLog
 from deepspeed_nmt.evaluate.page.texts import TextSet, read_texts
+from deepspeed_nmt.evaluate.page.words import measure_words
 from deepspeed_nmt.evaluate.table import cell
 from deepspeed_nmt.files import resolved
 from deepspeed_nmt.manifest import DamagedRecordError, read_record
 from deepspeed_nmt.recipes import recipes
 from deepspeed_nmt.run.directory import ENVIRONMENT_FILE, LOGS
-from deepspeed_nmt.run.manifest import DataRecord
+from deepspeed_nmt.run.manifest import CHECKPOINTS, DATA_FILE, DataRecord
 from deepspeed_nmt.run.outcome import Outcome
 from deepspeed_nmt.run.page_tables import (
+    RESOLVED_FILE,
     Compared,
     data_tables,
     differing,
@@ -47,6 +49,7 @@ from deepspeed_nmt.run.page_tables import (
 )
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.train.collapse import NLL
+from deepspeed_nmt.train.events import EVENTS_FILE
 
 _SILENT_S = 1800.0
 """Seconds without a sign of life after which a run no longer counts as running: longer than a validation."""
@@ -93,6 +96,7 @@ class RunPage:
             restarts=start_tables(self.events),
             validation=validation_tables(self.path, self.log),
             best=self.best,
+            missing=self._missing,
             threshold=self.config.collapse.threshold,
             guessing=self._guessing,
             made_by=__version__,
@@ -161,6 +165,19 @@ class RunPage:
         return found
 
     @property
+    def _missing(self) -> list[str]:
+        """Names of files that every run has, which are missing or cannot be read."""
+        found = {
+            METRICS_FILE: self.log.tags,
+            EVENTS_FILE: self.events.source == EVENTS_FILE,
+            ENVIRONMENT_FILE: self._environment,
+            RESOLVED_FILE: json_object(self.path / RESOLVED_FILE),
+            DATA_FILE: self._data_record,
+            CHECKPOINTS: self.outcome.progress,
+        }
+        return [name for name, content in found.items() if not content]
+
+    @property
     def _guessing(self) -> float | None:
         """Loss of guessing, in nats a token."""
         sizes = [meta.vocabulary_size for meta in self._metas.values()]
@@ -191,7 +208,7 @@ class RunPage:
     def _best(self) -> Best | None:
         progress = self.outcome.progress
         if progress is not None and progress.best_update:
-            tag = progress.best_by or self._measure()
+            tag = (progress.best_by or self._measure()).partition(" ")[0]  # without the digest of its set
             series = self.log.series(tag)
             values = dict(zip(series.updates, series.values, strict=True))
             value = values.get(progress.best_update)
@@ -244,8 +261,8 @@ class RunPage:
         update, log = self._update, self.log
         tiles = [Tile("updates", f"{update:,}", f"of {self.config.training.max_updates:,}")]
         if self.best is not None:
-            name = self.best.tag.removeprefix("valid/")
-            tiles.append(Tile(f"best {name}", cell(self.best.value, 2), f"at update {self.best.update:,}"))
+            words = measure_words(self.best.tag.removeprefix("valid/"))
+            tiles.append(Tile(f"best {words}", cell(self.best.value, 2), f"at update {self.best.update:,}"))
         for tag, label, digits in (("valid/loss", "validation loss", 3), ("train/ppl", "training perplexity", 2)):
             if (value := log.last(tag)) is not None:
                 tiles.append(Tile(label, cell(value, digits), "last"))

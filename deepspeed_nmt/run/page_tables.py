@@ -21,7 +21,7 @@ from deepspeed_nmt.run.manifest import DataRecord
 from deepspeed_nmt.run.scores import recorded_scores
 from deepspeed_nmt.run.validation import LOSSES
 
-_RESOLVED_FILE = "resolved.json"
+RESOLVED_FILE = "resolved.json"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def environment_tables(run: Path, found: Mapping[str, Any]) -> list[Table]:
         run: run directory.
         found: its recorded environment.
     """
-    resolved_settings = json_object(run / _RESOLVED_FILE)
+    resolved_settings = json_object(run / RESOLVED_FILE)
     rows = [[key, _words(found[key])] for key in ("deepspeed_nmt", "git", "ranks", "threads", "gpus") if key in found]
     rows += [[key, _words(value)] for key, value in _mapping(found.get("slurm")).items()]
     rows += [[key, _words(found[key])] for key in ("python", "platform") if key in found]

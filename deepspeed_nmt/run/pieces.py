@@ -5,7 +5,8 @@ and on the batch size only, so that the translation is the same for any number o
 
     OUTPUT.pieces/job.json        what is translated, with what: another translation does not resume this one
                   index           where each piece begins in the source text, and the hash of its lines
-                  piece-0000000   a line of JSON with hashes and counts, then the translations
+                  index-prefix    the same of a text beside the source
+                  piece-0000000   a line of JSON with hashes and counts, then the translations, then the alignments
 
 Each file is written under a temporary name, synced to disk, and renamed. A piece records hashes of its own content,
 of its source and of its job, so that a damaged one is translated again, and never one of another job is used.
@@ -13,84 +14,51 @@ of its source and of its job, so that a damaged one is translated again, and nev
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from io import BufferedReader
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import DataError, shown
-from deepspeed_nmt.files import (
-    MAX_LINE_BYTES,
-    atomic_write_bytes,
-    atomic_writer,
-    parse_json,
-    raw_lines,
-    remove_orphans,
-    skip_byte_order_mark,
-)
+from deepspeed_nmt.files import MAX_LINE_BYTES, atomic_write_bytes, parse_json, remove_orphans
+from deepspeed_nmt.run.divided_text import Index, Text, digest_of
 from deepspeed_nmt.search.source_lines import SourceCounts
 
 SUFFIX = ".pieces"
-MAX_LINES = 4096
-"""Bound of the lines of a piece, which are in memory at once."""
-MAX_LINES_OF_LARGE_BATCHES = 16384
-"""The same bound if a batch has so many tokens that it needs more lines."""
-_TOKENS_PER_LINE = 8
-"""Tokens of a batch for each line that a piece has at least. Thus it fills several batches, most of them wholly."""
-_PIECES = 64
-"""Number of pieces of a text of middling length."""
 _JOB_FILE = "job.json"
 _INDEX_FILE = "index"
-_ENTRY_BYTES = 16 + 1 + 64 + 1
-"""Size of an entry of the index: offset and hash in hexadecimal."""
-_OWN = re.compile(rf"{re.escape(_JOB_FILE)}|{_INDEX_FILE}|piece-\d{{7,}}|\..*\.tmp")
-"""Names of the files in a directory of pieces."""
-_BLOCK_BYTES = 1 << 20
+_OWN = re.compile(rf"{re.escape(_JOB_FILE)}|{_INDEX_FILE}(-[a-z]+)?|piece-\d{{7,}}|\..*\.tmp|\.nfs.*")
+"""Names of the files in a directory of pieces; NFS keeps removed files that are open as .nfs*."""
+SOURCE = "source"
+"""Name of the source among the texts of a translation."""
 _NO_PIECE = (OSError, ValueError, KeyError, TypeError)
 """Errors of reading what is no piece."""
 
 
-def lines_of_a_piece(lines: int, max_tokens: int) -> int:
-    """Return the number of lines of a piece.
-
-    Args:
-        lines: number of lines of the text.
-        max_tokens: bound of a batch: sentences x longest source.
-    """
-    least = min(MAX_LINES_OF_LARGE_BATCHES, max_tokens // _TOKENS_PER_LINE)
-    return max(1, least, min(MAX_LINES, -(-lines // _PIECES)))
-
-
-def count_lines(stream: BufferedReader) -> int:
-    """Count the lines from where a stream stands, and return there."""
-    start, lines, last = stream.tell(), 0, b"\n"
-    while block := stream.read(_BLOCK_BYTES):
-        lines += block.count(b"\n")
-        last = block[-1:]
-    stream.seek(start)
-    return lines + (last != b"\n")
-
-
 @dataclass(frozen=True)
-class Job:
+class TranslationJob:
     """A translation: what is translated, with what, and how it is cut.
 
     Attributes:
         options: options and properties by name, on which the translation depends.
         lines: number of lines of the text.
         piece_lines: number of lines of a piece; the last has fewer.
+        beside: names of the texts that have a line for each line of the source.
     """
 
     options: Mapping[str, Any]
     lines: int
     piece_lines: int
+    beside: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Names of all texts, the source first."""
+        return SOURCE, *self.beside
 
     @property
     def pieces(self) -> int:
@@ -100,11 +68,23 @@ class Job:
     @property
     def digest(self) -> str:
         """Hash that identifies the translation among others of the same text."""
-        return _digest(json.dumps([self.options, self.piece_lines], sort_keys=True, default=str).encode())
+        return digest_of(json.dumps([self.options, self.piece_lines], sort_keys=True, default=str).encode())
 
     def lines_of(self, piece: int) -> int:
         """Return the number of lines of a piece."""
         return min(self.piece_lines, self.lines - piece * self.piece_lines)
+
+
+class Translated(NamedTuple):
+    """The content of a piece.
+
+    Attributes:
+        text: translations.
+        alignment: their alignments; empty if they are not asked for.
+    """
+
+    text: bytes
+    alignment: bytes = b""
 
 
 class Pieces:
@@ -115,15 +95,14 @@ class Pieces:
         job: the translation.
     """
 
-    def __init__(self, path: Path, job: Job) -> None:
+    def __init__(self, path: Path, job: TranslationJob) -> None:
         self.path, self.job = path, job
 
-    def prepare(self, source: BufferedReader, name: str) -> int:
-        """Make the directory or resume in it: write the index, and remove damaged pieces.
+    def prepare(self, texts: Mapping[str, Text]) -> int:
+        """Make the directory or resume in it: write the indices, and remove damaged pieces.
 
         Args:
-            source: the text, at its beginning, where it is left.
-            name: of the text, for messages.
+            texts: by name, each at its beginning, where it is left.
 
         Returns:
             Number of lines that were translated earlier.
@@ -137,7 +116,8 @@ class Pieces:
         self.path.mkdir(exist_ok=True)
         remove_orphans(self.path)
         self._check_job()
-        self._write_index(source, name)
+        for name in reversed(self.job.texts):  # other ranks begin when they see that of the source
+            self._index(name).write(texts[name])
         finished = lines = 0
         for piece in range(self.job.pieces):
             if not self.has(piece):
@@ -163,33 +143,25 @@ class Pieces:
         """Return True if a piece is finished."""
         return self.file(piece).exists()
 
-    def source(self, stream: BufferedReader, name: str, piece: int) -> list[bytes]:
-        """Read the source lines of a piece, with their ends.
+    def lines(self, name: str, text: Text, piece: int) -> list[bytes]:
+        """Read the lines of a piece, with their ends.
 
         Args:
-            stream: the text.
-            name: of the text, for messages.
+            name: of the text among those of the translation.
+            text: the text.
             piece: number of the piece.
 
         Raises:
             DataError: if the text has changed since the index was written.
         """
-        offset, digest = self._entry(piece)
-        stream.seek(offset)
-        lines = list(islice(raw_lines(stream, name, piece * self.job.piece_lines), self.job.piece_lines))
-        if _digest(*lines) != digest:
-            raise DataError(
-                f"{name} must not change while it is translated, but has; restore it and start again, or remove "
-                f"{self.path} to translate the new text"
-            )
-        return lines
+        return self._index(name).lines(text, piece)
 
-    def write(self, piece: int, text: bytes, counts: SourceCounts) -> None:
-        """Write the translations of a piece.
+    def write(self, piece: int, translated: Translated, counts: SourceCounts) -> None:
+        """Write a piece.
 
         Args:
             piece: its number.
-            text: translations of its lines.
+            translated: its content.
             counts: of its source lines.
 
         Raises:
@@ -197,31 +169,43 @@ class Pieces:
         """
         header = {
             "job": self.job.digest,
-            "source": self._entry(piece)[1],
-            "bytes": len(text),
-            "sha256": _digest(text),
+            "source": self._source(piece),
+            "bytes": [len(each) for each in translated],
+            "sha256": digest_of(*translated),
             "counts": asdict(counts),
         }
         try:
-            atomic_write_bytes(self.file(piece), json.dumps(header).encode() + b"\n" + text)
+            atomic_write_bytes(self.file(piece), json.dumps(header).encode() + b"\n" + b"".join(translated))
         except FileNotFoundError:
             # On a file system without locks, a rank that takes a silent one's piece removes its temporary file.
             if not self.has(piece):
                 raise
 
-    def counts(self, piece: int) -> SourceCounts:
-        """Return the counts of the source lines of a finished piece."""
-        with self.file(piece).open("rb") as file:
+    def counts(self, piece: int) -> SourceCounts | None:
+        """Return the counts of the source lines of a finished piece; None if it is damaged."""
+        with suppress(*_NO_PIECE), self.file(piece).open("rb") as file:
             return SourceCounts(**self._header(piece, file)["counts"])
+        return None
 
-    def text(self, piece: int) -> bytes | None:
-        """Return the translations of a piece; None if it is damaged."""
+    def read(self, piece: int) -> Translated | None:
+        """Return the content of a piece; None if it is damaged."""
         with suppress(*_NO_PIECE), self.file(piece).open("rb") as file:
             header = self._header(piece, file)
-            text = file.read()
-            if len(text) == header["bytes"] and _digest(text) == header["sha256"]:
-                return text
+            size, more = header["bytes"]
+            content = file.read()
+            if len(content) == size + more and digest_of(content) == header["sha256"]:
+                return Translated(content[:size], content[size:])
         return None
+
+    def _source(self, piece: int) -> str:
+        """Return the hash of the lines of a piece in all texts."""
+        digests = [self._index(name).entry(piece)[1] for name in self.job.texts]
+        return digests[0] if len(digests) == 1 else digest_of(" ".join(digests).encode())
+
+    def _index(self, name: str) -> Index:
+        """Return the index of a text."""
+        file = self.path / (_INDEX_FILE if name == SOURCE else f"{_INDEX_FILE}-{name}")
+        return Index(file, self.job.piece_lines)
 
     def _header(self, piece: int, file: IO[bytes]) -> dict[str, Any]:
         """Read the first line of a piece.
@@ -230,7 +214,7 @@ class Pieces:
             ValueError: if it is damaged, or of another job or text.
         """
         header = parse_json(file.readline(MAX_LINE_BYTES))
-        if header["job"] != self.job.digest or header["source"] != self._entry(piece)[1]:
+        if header["job"] != self.job.digest or header["source"] != self._source(piece):
             raise ValueError("of another translation")
         if not isinstance(header["counts"], dict):
             raise TypeError("without counts")
@@ -244,13 +228,18 @@ class Pieces:
                 self._header(piece, file)
         except _NO_PIECE:
             return "is damaged, or of another translation"
-        return "has other content than was written" if self.text(piece) is None else None
+        return "has other content than was written" if self.read(piece) is None else None
 
     def remove(self) -> None:
-        """Remove the directory and its files."""
-        for file in self.path.iterdir():
-            file.unlink(missing_ok=True)
-        self.path.rmdir()
+        """Remove the directory and its files, or warn that it cannot be removed."""
+        try:
+            for file in self.path.iterdir():
+                file.unlink(missing_ok=True)
+            self.path.rmdir()
+        except OSError as error:  # such as files that NFS keeps because another rank has them open
+            logger.warning(
+                "%s is no longer needed, but could not be removed (%s); remove it", self.path, error.strerror or error
+            )
 
     def _check_own(self) -> None:
         """Check that nothing but pieces is in the way.
@@ -314,66 +303,11 @@ class Pieces:
                 f"with what it was begun with, or remove {self.path} to begin anew"
             )
 
-    def _write_index(self, source: BufferedReader, name: str) -> None:
-        """Write where each piece begins, and the hash of its lines."""
-        start = source.tell()
-        with atomic_writer(self.path / _INDEX_FILE) as index:
-            for offset, digest in _entries(source, name, self.job.piece_lines):
-                index.write(b"%016x %s\n" % (offset, digest.encode()))
-        source.seek(start)
-
-    def _entry(self, piece: int) -> tuple[int, str]:
-        """Return the offset of a piece in the text, and the hash of its lines.
-
-        Raises:
-            DataError: if the index is shorter, because the text was cut off while it was read.
-        """
-        with (self.path / _INDEX_FILE).open("rb") as file:
-            file.seek(piece * _ENTRY_BYTES)
-            entry = file.read(_ENTRY_BYTES)
-        if len(entry) < _ENTRY_BYTES:
-            raise DataError(
-                f"the source text must not change while it is translated, but has; start again ({file.name})"
-            )
-        return int(entry[:16], 16), entry[17:81].decode()
-
-
-def source_digest(stream: BufferedReader) -> str:
-    """Return the hash of a text from where a stream stands, and return there."""
-    start, digest = stream.tell(), hashlib.sha256()
-    while block := stream.read(_BLOCK_BYTES):
-        digest.update(block)
-    stream.seek(start)
-    return digest.hexdigest()
-
-
-def _entries(source: BufferedReader, name: str, piece_lines: int) -> Iterator[tuple[int, str]]:
-    """Yield the offset of each piece, and the hash of its lines."""
-    skip_byte_order_mark(source)
-    offset, before = source.tell(), 0
-    lines = raw_lines(source, name, before)
-    while True:
-        digest, size, count = hashlib.sha256(), 0, 0
-        for line in islice(lines, piece_lines):
-            digest.update(line)
-            size, count = size + len(line), count + 1
-        if not count:
-            return
-        yield offset, digest.hexdigest()
-        offset += size
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
-
 
 def _difference(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the clause of a message on what differs in one entry of a job; empty if nothing does."""
     if before.get(key) == now.get(key):
         return ""
-    if key in ("the source text", "the weights", "the vocabulary"):
+    if key in ("the source text", "the weights", "the vocabulary") or key.startswith("the text of "):
         return f"{key} was another one"
     return f"{key} was {shown(before.get(key))} and is {shown(now.get(key))}"

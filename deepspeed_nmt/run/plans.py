@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from deepspeed_nmt.build import build_kernels, build_meta_model
+from deepspeed_nmt.build import build_kernels, build_meta_model, build_objective
 from deepspeed_nmt.config import RunConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.largest import check_lengths
 from deepspeed_nmt.data.training import TrainingData
-from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.planning.gpus import Gpu
-from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
-from deepspeed_nmt.planning.planner import Counts, Planner
-from deepspeed_nmt.run.resolve import check_tensor_ranks, has_packed_kernel, layout_on, make_planner, plan_of
+from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
+from deepspeed_nmt.planning.planner import Counts, Planner, count_model
+from deepspeed_nmt.run.batches import has_packed_kernel, layout_on, update_order_of
 
 VOCAB_SIZE = "32000"
 """Size of a vocabulary that nothing determines."""
@@ -74,6 +74,49 @@ class Plans:
         return Planned(make_planner(config, vocabulary, engine, ranks, kernels, counted), engine, kernels)
 
 
+def check_tensor_ranks(config: RunConfig, ranks: int) -> None:
+    """Refuse a number of GPUs to plan for that cannot be divided into tensor-parallel groups.
+
+    Raises:
+        ConfigError: if ``engine.tensor_parallel`` does not divide it.
+    """
+    tensor_ranks = config.engine.tensor_parallel
+    if ranks % tensor_ranks:
+        raise ConfigError(f"engine.tensor_parallel must divide --num-gpus, but is {tensor_ranks} with {ranks} GPUs")
+
+
+def make_planner(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    engine: EngineSettings,
+    ranks: int,
+    kernels: Kernels,
+    counted: MutableMapping[str, Counts] | None = None,
+) -> Planner:
+    """Return a planner of a run.
+
+    Args:
+        config: of the run.
+        vocabulary: of the data.
+        engine: resolved settings.
+        ranks: GPUs.
+        kernels: planned for the GPUs' capability, see :meth:`Kernels.planned_for`.
+        counted: counts of models for GPUs of this capability, which are used and added to; None for none.
+
+    Raises:
+        ConfigError: if ``engine.tensor_parallel`` does not divide the model or the ranks.
+    """
+    check_tensor_ranks(config, ranks)
+    tensor_ranks = config.engine.tensor_parallel
+    counted = {} if counted is None else counted
+    choice = (config.engine.kernels, config.engine.attention, tensor_ranks, engine.precision)
+    key = repr((config.model, config.layer, config.objective, vocabulary, choice))
+    if key not in counted:
+        model, objective = build_meta_model(config, vocabulary, kernels), build_objective(config, vocabulary)
+        counted[key] = count_model(model, objective, vocabulary, engine.precision, tensor_ranks)
+    return Planner(counted[key], config.engine, engine, config.batch, ranks, config.training.save == "background")
+
+
 def planned_vocabulary(sizes: str | None, config: RunConfig, data: DataDirectory | None) -> Vocabulary:
     """Return the vocabulary to plan with: that of the data, of the sizes, of the model's own files, or VOCAB_SIZE.
 
@@ -110,7 +153,7 @@ def tokens_of(vocabulary: Vocabulary) -> str:
     return f"{vocabulary.own_source.size:,} and {vocabulary.size:,}"
 
 
-def layout_yields(config: RunConfig, data: TrainingData, num_gpus: int) -> list[Yield]:
+def layout_estimates(config: RunConfig, data: TrainingData, num_gpus: int) -> list[LayoutEstimate]:
     """Return the micro-batches that each layout the model can have makes of the training text.
 
     Raises:
@@ -119,20 +162,20 @@ def layout_yields(config: RunConfig, data: TrainingData, num_gpus: int) -> list[
     layout_on(config, "fp32", None)
     check_tensor_ranks(config, num_gpus)
     ranks = num_gpus // config.engine.tensor_parallel
-    plan = plan_of(data.corpora(config.mixture), config, data)
-    longest = check_lengths(plan.corpora, config.batch)
+    order = update_order_of(data.corpora(config.mixture), config, data)
+    longest = check_lengths(order.corpora, config.batch)
     layouts = LAYOUTS if config.model.packed else LAYOUTS[:1]
-    return yields(plan.sample(), longest, config.batch, ranks, layouts)
+    return estimates(order.sample(), longest, config.batch, ranks, layouts)
 
 
 def layout_notes(
-    config: RunConfig, found: Sequence[Yield], gpu: Gpu | None, precision: Precision | None
+    config: RunConfig, found: Sequence[LayoutEstimate], gpu: Gpu | None, precision: Precision | None
 ) -> list[str]:
     """Return sentences about the layout that a run takes.
 
     Args:
         config: of the run.
-        found: yields of the layouts.
+        found: estimates of the layouts.
         gpu: to run on; None if not known.
         precision: that the model is trained in on that GPU.
     """
@@ -143,7 +186,7 @@ def layout_notes(
         return notes
     layout, reason = layout_on(config, precision, gpu.capability), ""
     if layout == "packed" and config.batch.layout == "auto" and prefers_padded(*found):
-        layout, reason = "padded", ", which leaves less empty"
+        layout, reason = "padded", ", which has less padding"
     notes.append(f"batch.layout={config.batch.layout} on {gpu.name} in {precision} is {layout}{reason}")
     if layout == "packed" and not has_packed_kernel(precision, gpu.capability):
         notes.append("there attention copies each sentence into a padded row: its fast kernel needs sm_80 and 16 bit")

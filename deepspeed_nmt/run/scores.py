@@ -1,4 +1,4 @@
-"""BLEU of test sets, recorded in the directory of the run, so that no text is translated twice for a report."""
+"""Scores of test sets, recorded in the directory of the run, so that no text is translated twice for a report."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ScoreKey(Config):
 
 
 class RecordedScore(Config):
-    """BLEU of a test set, translated by the search of a run.
+    """A score of a test set, translated by the search of a run.
 
     Attributes:
         key: what the score depends on.
         text: name of the source text.
         lines: number of its sentences.
         checkpoint: name of the checkpoint.
-        metric: bleu, or bleu_tokenised.
+        metric: name of the metric.
         value: the score, 0 to 100.
         signature: of the score, to be published with it.
     """
@@ -77,54 +77,64 @@ def recorded_scores(run: Path) -> tuple[RecordedScore, ...]:
         return ()
 
 
-def score_text(run: Run, which: str, text: ParallelText, scorer: Scorer, max_tokens: int) -> RecordedScore:
-    """Return the BLEU of a test set; it is translated unless the run has recorded the score of these weights.
+def score_text(
+    run: Run, which: str, text: ParallelText, scorer: Scorer, max_tokens: int
+) -> tuple[RecordedScore, ...]:
+    """Return the scores of a test set; it is translated unless the run has recorded all of them for these weights.
 
     Args:
         run: to translate with, by its own search.
         which: checkpoint (best, last, average, a name, or a path).
         text: the test set.
-        scorer: of its translations; its first metric is recorded.
+        scorer: of its translations.
         max_tokens: batch size: sentences x longest source.
+
+    Returns:
+        A score for each metric of the scorer, in its order.
 
     Raises:
         CheckpointError: if there is no such checkpoint, or it is damaged.
     """
     checkpoint = run.checkpoints.open(which, verify=False)  # the translator verifies it
-    metric = scorer.metrics[0]
-    key = ScoreKey(
-        text=text.digest,
-        signature=metric.signature(),
-        weights=checkpoint.weights_digest,
-        search=run.config.search.model_dump(mode="json"),
-    )
-    scores = recorded_scores(run.path)
-    for score in scores:
-        if score.key == key:
-            return score
+    search = run.config.search.model_dump(mode="json")
+    keys = {
+        metric.name: ScoreKey(
+            text=text.digest, signature=metric.signature(), weights=checkpoint.weights_digest, search=search
+        )
+        for metric in scorer.metrics
+    }
+    recorded = recorded_scores(run.path)
+    found = {score.metric: score for score in recorded if score.key == keys.get(score.metric)}
+    if found.keys() == keys.keys():
+        return tuple(found[name] for name in keys)
     translator = Translator.open(run.path, checkpoint=checkpoint.path)
     with counting(f"{run.path}, {checkpoint.path.name}", "sentences", len(text.sources)) as advance:
         translated = translator.stream(text.sources, max_tokens=max_tokens, advance=advance)
         hypotheses = [best[0].text for best in translated]
-    score = RecordedScore(
-        key=key,
-        text=text.name,
-        lines=len(text.sources),
-        checkpoint=checkpoint.path.name,
-        metric=metric.name,
-        value=scorer(hypotheses)[metric.name],
-        signature=key.signature,
+    values = scorer(hypotheses)
+    measured = tuple(
+        RecordedScore(
+            key=key,
+            text=text.name,
+            lines=len(text.sources),
+            checkpoint=checkpoint.path.name,
+            metric=name,
+            value=values[name],
+            signature=key.signature,
+        )
+        for name, key in keys.items()
     )
+    scores = (*recorded, *(score for score in measured if score.metric not in found))
     try:
-        atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=(*scores, score)).model_dump_json(indent=1))
+        atomic_write_text(run.path / SCORES_FILE, _ScoreFile(scores=scores).model_dump_json(indent=1))
     except OSError as error:
         logger.warning("%s could not be written (%s)", run.path / SCORES_FILE, error.strerror or error)
-    return score
+    return measured
 
 
 def score_runs(
     paths: Sequence[Path], which: str, text: ParallelText, max_tokens: int
-) -> tuple[str, dict[Path, RecordedScore]]:
+) -> tuple[tuple[str, ...], dict[Path, tuple[RecordedScore, ...]]]:
     """Score a test set by each of several runs; a run that cannot translate it is left out with a warning.
 
     Args:
@@ -134,7 +144,7 @@ def score_runs(
         max_tokens: batch size: sentences x longest source.
 
     Returns:
-        Name of the metric, the same for all; and the scores by run directory.
+        Names of the metrics, the same for all; and by run directory a score for each of them.
 
     Raises:
         ConfigError: if the scores could not be compared; nothing is translated then.
@@ -145,15 +155,16 @@ def score_runs(
         with _warning_without_score(path):
             runs.append(Run.open(path))
     if not runs:
-        raise DataError("--runs must hold a run that can translate the test set, but none can be opened; see above")
+        raise DataError("a run must be able to translate the test set, but none can be opened; see above")
     scorer = common_scorer(runs, text)
-    scores: dict[Path, RecordedScore] = {}
+    scores: dict[Path, tuple[RecordedScore, ...]] = {}
     for run in runs:
         with _warning_without_score(run.path):
-            score = scores[run.path] = score_text(run, which, text, scorer, max_tokens)
-            label = f"{score.metric} {score.value:.2f} ({score.signature})"
-            logger.info("%s, %s: %s", run.path, score.checkpoint, label)
-    return scorer.metrics[0].name, scores
+            scores[run.path] = score_text(run, which, text, scorer, max_tokens)
+            for score in scores[run.path]:
+                label = f"{score.metric} {score.value:.2f} ({score.signature})"
+                logger.info("%s, %s: %s", run.path, score.checkpoint, label)
+    return tuple(metric.name for metric in scorer.metrics), scores
 
 
 @contextmanager

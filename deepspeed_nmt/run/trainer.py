@@ -21,14 +21,15 @@ from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.directory import DataDirectory
-from deepspeed_nmt.data.loader import TrainLoader, collate, epoch_plan
+from deepspeed_nmt.data.loader import TrainLoader, collate, epoch_order
 from deepspeed_nmt.data.mixture import next_phase, taken
-from deepspeed_nmt.data.plans import Cursor, Plan
 from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.data.update_order import Cursor, UpdateOrder
 from deepspeed_nmt.data.validation import ValidationSet
+from deepspeed_nmt.directories import made
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine
-from deepspeed_nmt.engine.gathering import checkpoint_bytes
+from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
 from deepspeed_nmt.engine.settings import validation_dtype
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, counted
 from deepspeed_nmt.methods import collapse_remedies
@@ -41,9 +42,10 @@ from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.planning.gpus import kind_of
 from deepspeed_nmt.planning.memory import count_rates
 from deepspeed_nmt.run.attention_images import AttentionImages
+from deepspeed_nmt.run.batches import update_order_of
 from deepspeed_nmt.run.directory import check_record, record_of
 from deepspeed_nmt.run.manifest import CHECKPOINTS
-from deepspeed_nmt.run.resolve import ResolvedRun, plan_of, resolve_run
+from deepspeed_nmt.run.resolve import ResolvedRun, resolve_run
 from deepspeed_nmt.run.validation import MAIN
 from deepspeed_nmt.run.validation_sets import SPLIT
 from deepspeed_nmt.run.validator import ModelValidator
@@ -63,6 +65,33 @@ from deepspeed_nmt.train.session import Session
 from deepspeed_nmt.train.signals import StopRequest
 from deepspeed_nmt.train.store import CheckpointStore
 from deepspeed_nmt.train.throughput import Workload
+
+
+def check_room(run: Path, config: RunConfig, data: TrainingData) -> None:
+    """Check that a run's checkpoints have room, before anything is written, unless the run has ended.
+
+    Args:
+        run: run directory.
+        config: settings of the run.
+        data: data to train on.
+
+    Raises:
+        ConfigError: if its checkpoints cannot be written, or have no room.
+    """
+    training = config.training
+    store = CheckpointStore(run / CHECKPOINTS, training.keep_last, training.keep_best)
+    names = store.names()
+    progress = store.progress(names[-1]) if names else None
+    if progress is not None and training.ends_at(progress):
+        return
+    tokenizer = data.main.tokenizer()
+    if not names:
+        config.model.check_data(tokenizer)
+    model = build_meta_model(config, tokenizer.vocabulary)
+    size, rotation = checkpoint_bytes(*_sizes(model)), Rotation(training.keep_last, training.keep_best)
+    check_can_save(store.directory, size, rotation, len(names))
+    with made(store.directory):
+        DiskWatch(store.directory, rotation)(size, len(names))
 
 
 @dataclass(frozen=True)
@@ -154,15 +183,13 @@ def _resume_or_start(job: Job, resolved: ResolvedRun, rolled_back: bool) -> Prog
     with fail_together(job.world):
         corpora = job.data.corpora(job.config.mixture)
         progress = _with_mixture(job, corpora, progress)
-        plan = plan_of(corpora, job.config, job.data, progress)
-        if job.world.is_main and not rolled_back and not job.config.training.ends_at(progress):
-            _check_room(job, resolved)
-    with _session(job, resolved, checkpoint, progress, plan) as session:
+        order = update_order_of(corpora, job.config, job.data, progress)
+    with _session(job, resolved, checkpoint, progress, order) as session:
         return train(session, progress)
 
 
 def _with_mixture(job: Job, corpora: Corpora, progress: Progress) -> Progress:
-    """Return the progress with the mixture of corpora that the run goes on with, if it has any."""
+    """Return the progress with the mixture of corpora with which the run continues, if it has any."""
     data, first = job.data, progress.update + 1
     if not data.is_mixture and not progress.phases:
         return progress
@@ -171,8 +198,8 @@ def _with_mixture(job: Job, corpora: Corpora, progress: Progress) -> Progress:
         before = taken(progress.phases[-1], first, job.config.batch.update_tokens)
     elif progress.update:  # the run began with the first corpus alone
         alone = Corpora(corpora.parts[:1])
-        plan = epoch_plan(alone, job.config.batch, job.config.training.seed)
-        epochs = plan.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
+        order = epoch_order(alone, job.config.batch, job.config.training.seed)
+        epochs = order.epochs(Cursor(progress.epoch, progress.epoch_update), first)[0]
         before = {data.parts[0].identity: round(epochs * len(alone))}
     phases = next_phase(progress.phases, data.phase(corpora, job.config.mixture, first), before)
     if len(phases) > len(progress.phases):
@@ -187,19 +214,18 @@ def _with_mixture(job: Job, corpora: Corpora, progress: Progress) -> Progress:
 
 @contextmanager
 def _session(
-    job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress, plan: Plan
+    job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | None, progress: Progress, order: UpdateOrder
 ) -> Iterator[Session]:
     """Build the session, and close its files and its engine at the end."""
     config, data, world, vocabulary = resolved.config, job.data, job.world, resolved.vocabulary
     objective = build_objective(config, vocabulary)
     with fail_together(world):
-        seed = config.training.seed
-        loader = TrainLoader(plan.corpora, resolved.batch, seed, world.data_rank, world.data_ranks, vocabulary, plan)
+        loader = TrainLoader(order, resolved.batch, world.data_rank, world.data_ranks, vocabulary)
         module = TrainModule(_initial_model(job, resolved, checkpoint), objective)
     # The engine moves the model to the device, after it has rounded or partitioned it.
     optimizer = build_optimizer(config.optimizer, module)
     with once_per_host():
-        dummy = collate(plan.corpora, np.empty(0, dtype=np.int64), vocabulary)
+        dummy = collate(order.corpora, np.empty(0, dtype=np.int64), vocabulary)
         engine = build_engine(resolved.engine, module, optimizer, world, dummy)
     with fail_together(world):
         copy = build_model(config, vocabulary, resolved.kernels)  # unsharded; no sooner, to need less host memory
@@ -218,26 +244,44 @@ def _session(
         count = config.validation.attention_images if config.search.left_to_right else 0
         attention = AttentionImages(valid[MAIN].corpus, job.sets[MAIN].tokenizer(), count) if count else None
         validator = ModelValidator(
-            replica,
-            objective,
-            job.sets,
-            valid,
-            config.validation,
-            config.search,
-            world,
-            job.watchdog,
-            job.path,
-            progress.update,
-            lambda: bool(job.stop),
-            attention,
+            replica=replica,
+            objective=objective,
+            data=job.sets,
+            validation=valid,
+            config=config.validation,
+            search=config.search,
+            world=world,
+            watchdog=job.watchdog,
+            run=job.path,
+            update=progress.update,
+            interrupted=lambda: bool(job.stop),
+            attention=attention,
         )
         data.check_same()  # files that are open now stay those whose hashes were verified
         for each in job.sets.values():
             each.check_same()
-    size = checkpoint_bytes(*_sizes(copy))
+    monitor = CollapseMonitor(
+        config=config.collapse,
+        grace=2 * config.schedule.warmup_updates,
+        validation=valid[MAIN],
+        replica=replica,
+        objective=objective,
+        world=world,
+        remedies=collapse_remedies(),
+        events=job.events,
+    )
     with (
         Metrics(job.path, world.is_main, progress.update, config.training.max_updates) as metrics,
-        Saver(job.store, engine, world, job.watchdog, config.training, size, progress.update, job.events) as saver,
+        Saver(
+            store=job.store,
+            engine=engine,
+            world=world,
+            watchdog=job.watchdog,
+            config=config.training,
+            size=checkpoint_bytes(*_sizes(copy)),
+            saved_at=progress.update,
+            events=job.events,
+        ) as saver,
     ):
         yield Session(
             config=config.training,
@@ -246,16 +290,7 @@ def _session(
             engine=engine,
             loader=loader,
             validator=validator,
-            monitor=CollapseMonitor(
-                config.collapse,
-                2 * config.schedule.warmup_updates,
-                valid[MAIN],
-                replica,
-                objective,
-                world,
-                collapse_remedies(),
-                job.events,
-            ),
+            monitor=monitor,
             store=job.store,
             saver=saver,
             metrics=metrics,
@@ -309,19 +344,6 @@ def _initial_model(job: Job, resolved: ResolvedRun, checkpoint: Checkpoint | Non
     return model
 
 
-def _check_room(job: Job, resolved: ResolvedRun) -> None:
-    """Check that the run can be saved, before anything slow begins.
-
-    Raises:
-        ConfigError: if its checkpoints cannot be written, or have no room.
-    """
-    size = checkpoint_bytes(*_sizes(build_meta_model(resolved.config, resolved.vocabulary, resolved.kernels)))
-    training, present = job.config.training, len(job.store.names())
-    rotation = Rotation(training.keep_last, training.keep_best)
-    check_can_save(job.store.directory, size, rotation, present)
-    DiskWatch(job.store.directory, rotation)(size, present)
-
-
 def _sizes(model: TranslationModel) -> tuple[int, int]:
     """Return the numbers of trained and of frozen parameters."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -336,7 +358,7 @@ def _log_sizes(model: TranslationModel, loader: TrainLoader, engine: Engine, wor
         f"{count:,}",
         "" if trained == count else f", {trained:,} of them trained",
         f"{len(loader.corpora):,}",
-        f"{loader.plan.updates_in(0):,}",
+        f"{loader.order.updates_in(0):,}",
         world.ranks,
         world.device.type,
         type(engine).__name__,

@@ -1,22 +1,19 @@
 """Translation of a file in pieces, on any number of ranks, resumed where it stopped.
 
 Each rank claims pieces one by one and writes their translations. Rank 0 prepares the directory of pieces, logs
-warnings and progress for all ranks, and joins the pieces in order.
+warnings and progress for all ranks, and joins the pieces in order. Nothing here imports torch for a single rank.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from io import BufferedReader
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from deepspeed_nmt import __version__
-from deepspeed_nmt.api import Translator
 from deepspeed_nmt.console import counting, logger
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import EXIT_STOPPED, ConfigError, DataError, ReportedError
@@ -25,16 +22,16 @@ from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.parallel.launched import place, requeued
 from deepspeed_nmt.parallel.shared_work import SharedWork
-from deepspeed_nmt.run.pieces import SUFFIX, Job, Pieces, source_digest
+from deepspeed_nmt.run.pieces import SOURCE, SUFFIX, Pieces, Translated, TranslationJob
+from deepspeed_nmt.run.translated_file import FileToTranslate, FileTranslator, description_of
+from deepspeed_nmt.search.base import Translation
+from deepspeed_nmt.search.source_form import LINES_OF_A_FORM, warn_of_form
 from deepspeed_nmt.search.source_lines import (
-    LINES_OF_A_FORM,
     SourceCounts,
     SourceWarnings,
     longest_line,
-    warn_of_form,
 )
-from deepspeed_nmt.search.translate import Translation
-from deepspeed_nmt.text import text_of
+from deepspeed_nmt.text import phrases_of, text_of
 
 SILENT_S = 300.0
 """Seconds without any progress after which an idle rank takes a piece that another one has claimed."""
@@ -47,44 +44,15 @@ Format = Callable[[int, Sequence[Translation]], str]
 """Function from the number of a line, from 0, and its translations to the text that is written."""
 
 
-@dataclass(frozen=True)
-class FileToTranslate:
-    """A file to translate, and how.
-
-    Attributes:
-        source: the text, at its beginning.
-        name: of the text.
-        target: file to write.
-        lines: number of lines of the text.
-        piece_lines: number of lines of a piece.
-        max_tokens: batch size: sentences x longest source.
-        max_source_tokens: bound of a line; None for that of the run.
-        strict: True to refuse longer lines.
-        nbest: number of translations of each line.
-        token_scores: True for the log-probability of each token.
-        options: options on which the translation depends, as they are typed.
-    """
-
-    source: BufferedReader
-    name: str
-    target: Path
-    lines: int
-    piece_lines: int
-    max_tokens: int
-    max_source_tokens: int | None = None
-    strict: bool = False
-    nbest: int = 1
-    token_scores: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
 def pieces_directory(target: Path) -> Path:
     """Return the directory of the pieces of an output file."""
     target = resolved(target)
     return target.with_name(target.name + SUFFIX)
 
 
-def translate_in_pieces(translator: Translator, file: FileToTranslate, written: Format) -> int:
+def translate_in_pieces(
+    translator: FileTranslator, file: FileToTranslate, written: Format, aligned: Format | None = None
+) -> int:
     """Translate a file with the other ranks of this start, and return the exit status.
 
     Pieces that an earlier start has finished are used. If this one is interrupted, those that it has finished stay.
@@ -93,6 +61,7 @@ def translate_in_pieces(translator: Translator, file: FileToTranslate, written: 
         translator: the same on all ranks.
         file: what to translate.
         written: text of the translations of a line.
+        aligned: text of their alignments; None for none.
 
     Raises:
         ConfigError: if the ranks cannot meet.
@@ -101,12 +70,12 @@ def translate_in_pieces(translator: Translator, file: FileToTranslate, written: 
         OSError: if a file cannot be written; what was translated is kept.
     """
     models = {"the vocabulary": translator.tokenizer.digest, "the weights": translator.digests}
-    description = {**_description(file, translator.search, translator.device.type), **models}
-    job = Job(description, file.lines, file.piece_lines)
+    description = description_of(file, translator.search, translator.device.type, translator.precision)
+    job = TranslationJob({**description, **models}, file.lines, file.piece_lines, tuple(file.beside))
     pieces = Pieces(pieces_directory(file.target), job)
     try:
         with SharedWork.join(place()) as work:
-            rank = _Rank(work, pieces, translator, file, written)
+            rank = _Rank(work, pieces, translator, file, (written, aligned))
             try:
                 rank.lead() if work.is_main else rank.follow()
             except (Interrupted, ReportedError) as end:
@@ -130,39 +99,25 @@ def _is_stop(end: Interrupted | ReportedError) -> bool:
     return isinstance(end, Interrupted) or end.status == EXIT_STOPPED
 
 
-def check_resumable(file: FileToTranslate, search: SearchConfig, device: str) -> None:
+def check_resumable(file: FileToTranslate, search: SearchConfig, device: str, precision: str) -> None:
     """Check that what is translated of a file already is of the same translation, without the model's weights.
 
     Args:
         file: what to translate.
         search: the search.
         device: type of the device.
+        precision: of the weights on this device.
 
     Raises:
         DataError: if another translation was begun there.
     """
     path = pieces_directory(file.target)
     if path.exists():
-        Pieces(path, Job(_description(file, search, device), file.lines, file.piece_lines)).check()
+        description = description_of(file, search, device, precision)
+        Pieces(path, TranslationJob(description, file.lines, file.piece_lines)).check()
 
 
-def _description(file: FileToTranslate, search: SearchConfig, device: str) -> dict[str, Any]:
-    """Return all that the translation depends on, but for the models.
-
-    A setting of the search has the name of its option, and the value that decodes.
-    """
-    settings = search.model_dump(mode="json")
-    typed = {key: f"--{'search' if key == 'name' else key.replace('_', '-')}" for key in settings}
-    return {
-        **file.options,
-        "the source text": source_digest(file.source),
-        **{typed[key] if typed[key] in file.options else f"search.{key}": settings[key] for key in settings},
-        "the device": device,
-        "the version of the program": __version__,
-    }
-
-
-def _warnings(translator: Translator, lines: Iterator[str], max_source_tokens: int | None) -> SourceWarnings:
+def _warnings(translator: FileTranslator, lines: Iterator[str], max_source_tokens: int | None) -> SourceWarnings:
     """Return the warnings of a text that is translated in pieces, and warn of the form of its beginning."""
     deque(warn_of_form(islice(lines, LINES_OF_A_FORM), translator.text), maxlen=0)
     longest = translator.max_source_tokens if max_source_tokens is None else max_source_tokens
@@ -179,10 +134,16 @@ class _Rank:
     """The part of one rank in a translation."""
 
     def __init__(
-        self, work: SharedWork, pieces: Pieces, translator: Translator, file: FileToTranslate, written: Format
+        self,
+        work: SharedWork,
+        pieces: Pieces,
+        translator: FileTranslator,
+        file: FileToTranslate,
+        written: tuple[Format, Format | None],
     ) -> None:
         self._work, self._pieces, self._job = work, pieces, pieces.job
-        self._translator, self._file, self._written = translator, file, written
+        self._translator, self._file = translator, file
+        self._written, self._aligned = written
         self._first_missing = 0
         """Number of a piece before which all are finished."""
         self._report: Callable[[], object] = lambda: None
@@ -196,7 +157,9 @@ class _Rank:
             self._check_lines()
             self._warnings = _warnings(self._translator, self._source_lines(), self._file.max_source_tokens)
             self._file.source.seek(0)
-            before = self._pieces.prepare(self._file.source, self._file.name)
+            if self._file.alignment is not None:  # the layer is chosen and recorded before other ranks need it
+                deque(self._translator.stream([], **self._file.details), maxlen=0)
+            before = self._pieces.prepare(self._file.texts)
             self._work.announce(self._job.digest)
             with counting("translate", "sentences", self._file.lines, before) as advance:
                 self._report = _difference_of(self._work.done, advance)
@@ -212,7 +175,8 @@ class _Rank:
         if self._work.announced() != self._job.digest:
             raise ConfigError(
                 f"all ranks must translate the same text with the same run and options, but rank "
-                f"{self._work.place.rank} differs from rank 0; if the run is being trained, name the checkpoint"
+                f"{self._work.place.rank} differs from rank 0; if the run is being trained, name the checkpoint; if "
+                "GPUs differ, give --precision"
             )
         deadline = time.monotonic() + _VISIBLE_S
         while not self._pieces.is_visible() and not self._work.is_complete():
@@ -266,8 +230,9 @@ class _Rank:
         """Look which pieces are finished by now, and return True if all are. Rank 0 warns of their source lines."""
         self._report()
         while self._first_missing < self._job.pieces and self._pieces.has(self._first_missing):
-            if self._warnings is not None:
-                self._warnings.add(self._pieces.counts(self._first_missing), self._file.max_tokens)
+            counts = self._pieces.counts(self._first_missing)
+            if self._warnings is not None and counts is not None:  # a damaged one is translated again in the end
+                self._warnings.add(counts, self._file.max_tokens)
             self._first_missing += 1
         return self._first_missing == self._job.pieces
 
@@ -275,7 +240,7 @@ class _Rank:
         """Translate a piece and write it."""
         counts, before = SourceCounts(), piece * self._job.piece_lines
         translations = self._translator.stream(
-            [text_of(line) for line in self._pieces.source(self._file.source, self._file.name, piece)],
+            self._lines(SOURCE, piece),
             max_tokens=self._file.max_tokens,
             buffer_lines=self._job.piece_lines,
             nbest=self._file.nbest,
@@ -283,29 +248,51 @@ class _Rank:
             max_source_tokens=self._file.max_source_tokens,
             counts=counts,
             first_line=before,
-            token_scores=self._file.token_scores,
+            **self._beside(piece),
+            **self._file.details,
         )
-        text = "".join(self._written(before + number, best) for number, best in enumerate(translations))
-        self._pieces.write(piece, text.encode(), counts)
+        text, links = [], []
+        for number, best in enumerate(translations, before):
+            text.append(self._written(number, best))
+            if self._aligned is not None:
+                links.append(self._aligned(number, best))
+        self._pieces.write(piece, Translated("".join(text).encode(), "".join(links).encode()), counts)
+
+    def _lines(self, name: str, piece: int) -> list[str]:
+        """Return the lines of a piece of a text."""
+        return [text_of(line) for line in self._pieces.lines(name, self._file.texts[name], piece)]
+
+    def _beside(self, piece: int) -> dict[str, Any]:
+        """Return the lines of a piece of the texts beside the source, as arguments of ``Translator.stream``."""
+        found: dict[str, Any] = {name: self._lines(name, piece) for name in self._job.beside}
+        if "constraints" in found:
+            found["constraints"] = [phrases_of(line) for line in found["constraints"]]
+        return found
 
     def _advance(self, more: int) -> None:
         self._work.advance(more)
         self._report()
 
     def _join(self) -> None:
-        """Write the pieces in order to the output, which is replaced when it is complete."""
-        with atomic_writer(self._file.target) as output:
+        """Write the pieces in order to the outputs, which are replaced when they are complete."""
+        with ExitStack() as stack:
+            output = stack.enter_context(atomic_writer(self._file.target))
+            links: BinaryIO | None = None
+            if self._file.alignment is not None:
+                links = stack.enter_context(atomic_writer(self._file.alignment))
             for piece in range(self._job.pieces):
-                text = self._pieces.text(piece)
-                if text is None:
+                found = self._pieces.read(piece)
+                if found is None:
                     logger.warning("%s is damaged; it is translated again", self._pieces.file(piece))
                     self._translate(piece)
-                    text = self._pieces.text(piece)
-                if text is None:
+                    found = self._pieces.read(piece)
+                if found is None:
                     raise DataError(
                         f"{self._pieces.file(piece)} must be as it was written, but is not; check the disk"
                     )
-                output.write(text)
+                output.write(found.text)
+                if links is not None:
+                    links.write(found.alignment)
 
 
 def _difference_of(total: Callable[[], int], advance: Callable[[int], object]) -> Callable[[], None]:

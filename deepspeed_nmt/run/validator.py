@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.attention_images import AttentionImages, Images
 from deepspeed_nmt.run.gains import Compared, is_significant
-from deepspeed_nmt.run.late_results import Choice, LateMetrics
+from deepspeed_nmt.run.late_results import LateMetrics, choice_by
 from deepspeed_nmt.run.validation import MAIN, MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_sets import SPLIT, digest, title
 from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_kind, plain_sources
@@ -38,7 +37,7 @@ from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS
 from deepspeed_nmt.search.translate import translate_lines
 from deepspeed_nmt.train.progress import Progress
 from deepspeed_nmt.train.replica import Replica
-from deepspeed_nmt.train.session import LateValidation, Validation
+from deepspeed_nmt.train.validation import LateResult, Validation
 
 
 class ModelValidator:
@@ -95,7 +94,7 @@ class ModelValidator:
         self._best = config.chosen(data[first].text_form, first)[1]
         chosen_by = data if chooses == MEAN else {chooses: data[chooses]}
         # Scores of other text are not compared. The main set is always the same one.
-        self._choice = Choice.of(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
+        self._choice = choice_by(self._best, chooses, data, "" if chooses == MAIN else f" of {digest(chosen_by)}")
         self._late: LateMetrics | None = None
         if world.is_main:
             for each in self._sets.values():
@@ -123,35 +122,35 @@ class ModelValidator:
         samples: dict[str, str] = {}
         for name, each in translated.items():
             if self._world.is_main:
-                each.write(update, {progress.best_update, progress.patience_update, *self._outstanding(progress)})
+                each.write(update, {progress.best_update, progress.patience_update, *self._pending(progress)})
                 samples[validation_tag("samples", name)] = each.table()
             with self._measuring(name, update, seconds):
                 values |= self._command_scores(each, update)
         if len(seconds) > 1 and self._world.is_main:
             shares = ", ".join(f"{value:.1f} s for {title(name)}" for name, value in seconds.items())
             logger.info("validation after update %d took %.1f s: %s", update, sum(seconds.values()), shares)
-        found = self._choice.judge(values, self._start_late(progress, values) if self._has_late else 0)
-        return replace(found, samples=samples, images=images)
+        pending_limit = self._start_late(progress, values) if self._has_late else 0
+        return replace(self._choice.validation(values, pending_limit), samples=samples, images=images)
 
     @property
     def _has_late(self) -> bool:
         return any(metric.late for metric in self._config.commands.values())
 
-    def _outstanding(self, progress: Progress) -> Sequence[int]:
+    def _pending(self, progress: Progress) -> Sequence[int]:
         """Return updates whose translations late programs may still read; on rank 0."""
         assert self._late is not None
-        return (*progress.awaited, *self._late.outstanding()[-self._config.late_keep :])
+        return (*progress.awaited, *self._late.pending_updates()[-self._config.late_keep :])
 
     def _start_late(self, progress: Progress, values: Mapping[str, float]) -> int:
-        """Start late programs on rank 0, and return how many validations may be awaited if this one is, else 0."""
-        awaited = False
+        """Start late programs on rank 0, and return how many scores may be pending if that of this one is, else 0."""
+        is_pending = False
         if self._late is not None:
             try:
                 self._late.start(progress.update, progress.target_tokens, values, self._choice)
-                awaited = self._late.is_awaited(progress.update)
+                is_pending = self._late.has_pending_score(progress.update)
             except OSError as error:
                 logger.error("%s; late metrics of update %d are left out", error, progress.update)
-        return self._config.late_keep if from_main(awaited, self._world) else 0
+        return self._config.late_keep if from_main(is_pending, self._world) else 0
 
     def _command_scores(self, measured: _MeasuredSet, update: int) -> dict[str, float]:
         """Return the numbers of programs by tag, which rank 0 calls."""
@@ -168,19 +167,18 @@ class ModelValidator:
             found = from_main(found, self._world)
         return found
 
-    def late(self, awaited: Sequence[int]) -> Sequence[LateValidation]:
-        """Return the late values that have come, and what is known of awaited validations, oldest first."""
-        if not (awaited or self._has_late):
-            return ()
-        found: list[Any] = []
-        if self._late is not None:
-            found = [asdict(each) for each in self._late.collect(awaited)]
-        return [
-            LateValidation(**{**each, "found": each["found"] and Validation(**each["found"])})
-            for each in from_main(found, self._world)
-        ]
+    def late_results(self, pending: Sequence[int]) -> Sequence[LateResult]:
+        """Return the late values that have come, and what is known of validations with pending scores, oldest first.
 
-    def gains(self, update: int, over: int) -> bool:
+        Args:
+            pending: updates of these validations.
+        """
+        if not (pending or self._has_late):
+            return ()
+        results = [] if self._late is None else [asdict(each) for each in self._late.collect(pending)]
+        return [LateResult.read(each) for each in from_main(results, self._world)]
+
+    def is_significantly_better(self, update: int, than: int) -> bool:
         """Return True if translations are significantly better than those after an earlier update.
 
         Without ``validation.significant`` it is always True.
@@ -192,7 +190,7 @@ class ModelValidator:
         if self._world.is_main:
             sets = self._sets if chooses == MEAN else {chooses: self._sets[chooses]}
             compared = [Compared(each.texts, each.form) for each in sets.values()]
-            significant = is_significant(best, compared, update, over, level)
+            significant = is_significant(best, compared, update, than, level)
         return bool(from_main(significant, self._world))
 
     @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.nn.attention import MultiHeadAttention
-from deepspeed_nmt.search.source_lines import Tokenizer
+from deepspeed_nmt.search.source_lines import SourceTokenizer
 from deepspeed_nmt.text import NO_TAGS, Tags
 
 Links = tuple[tuple[int, int], ...]
@@ -126,7 +126,7 @@ def without_tags(links: Links | None, tags: Tags, text: str) -> Links | None:
     return tuple((source, target) for source, target in shifted if min(source, target) >= 0)
 
 
-def source_words(line: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+def source_words(line: str, tokens: Sequence[int], tokenizer: SourceTokenizer) -> list[int]:
     """Return the number of the word that each source token belongs to.
 
     Tokens are those of the words one by one, where a tokenizer splits white space first. Otherwise a token belongs to
@@ -140,12 +140,18 @@ def source_words(line: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list
     first = tokenizer.vocabulary.source.bos
     begins = int(bool(tokens) and tokens[0] == first)  # of a BERT's source, and of each of its words
     words = line.split()
-    encoded = [[token for token in tokenizer.encode(word) if token != first] for word in words]
-    if [token for each in encoded for token in each][: len(tokens) - begins] == list(tokens[begins:]):
-        numbers = [number for number, each in enumerate(encoded) for _ in each]
-    else:
+    pieces: list[int] = []
+    numbers: list[int] = []
+    for number, word in enumerate(words):
+        if begins + len(pieces) >= len(tokens):  # the line was cut
+            break
+        pieces += (token for token in tokenizer.encode(word) if token != first)
+        numbers += [number] * (len(pieces) - len(numbers))
+    if pieces[: len(tokens) - begins] != list(tokens[begins:]):
         numbers = []
         for number in range(len(words)):
+            if begins + len(numbers) >= len(tokens):
+                break
             upto = len(tokenizer.encode(" ".join(words[: number + 1]))) - begins
             numbers += [number] * (upto - len(numbers))
     numbers = [0] * begins + numbers
@@ -153,7 +159,7 @@ def source_words(line: str, tokens: Sequence[int], tokenizer: Tokenizer) -> list
     return (numbers + [last] * len(tokens))[: len(tokens)]
 
 
-def target_words(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int | None]:
+def target_words(tokens: Sequence[int], tokenizer: SourceTokenizer) -> list[int | None]:
     """Return the number of the word, in the decoded text, that each target token belongs to; None if it has no text.
 
     A token without a letter of its own, such as a mere space, belongs to the word that it begins.

@@ -19,7 +19,7 @@ from deepspeed_nmt.errors import CheckpointError, DataError
 
 
 class MisalignedError(DataError):
-    """A line beside the source that is missing, too much, or cannot be used.
+    """A line beside the source that is missing, unexpected, or cannot be used.
 
     It is raised after all lines before it have been translated.
     """
@@ -130,10 +130,15 @@ def check_finite(log_prob: float) -> None:
         CheckpointError: if it is no finite number.
     """
     if not math.isfinite(log_prob):
-        raise CheckpointError(
-            "the model must predict finite numbers, but predicts NaN or infinity for a sentence; its weights are "
-            "damaged or overflow: translate with another checkpoint, or in fp32"
-        )
+        raise not_finite()
+
+
+def not_finite() -> CheckpointError:
+    """Return the error of a model that predicts numbers that are not finite."""
+    return CheckpointError(
+        "the model must predict finite numbers, but predicts NaN or infinity for a sentence; its weights are damaged "
+        "or overflow: translate with another checkpoint, or in fp32"
+    )
 
 
 @runtime_checkable

@@ -17,10 +17,8 @@ the first step, then K), R rows = B x W, C extensions looked at, T target length
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import ClassVar, Literal
 
@@ -31,10 +29,18 @@ from torch import Tensor
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
+from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.extensions import Extensions, best_extensions, survivors
+from deepspeed_nmt.search.left_to_right import (
+    Forbid,
+    best_of,
+    bounded_requests,
+    extended,
+    never_predicted,
+    rows_of,
+)
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
-from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
+from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules
 from deepspeed_nmt.search.static_beam import StaticBeamSearch, static_search
 
 
@@ -91,8 +97,7 @@ class BeamSearch:
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
-        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
-        self._never = sorted(never)
+        self._never = never_predicted(vocabulary, model)
         self._steps = steps
         self._static: StaticBeamSearch | None = None
 
@@ -108,13 +113,12 @@ class BeamSearch:
         Raises:
             CheckpointError: if the model predicts NaN.
         """
-        assert not self.model.training, "call model.eval() first: dropout would change the translations"
-        if source_BS.shape[0] == 0:
+        requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
+        if not limits:
             return []
-        requests = or_default(requests, source_BS.shape[0])
-        limits = self._limits(source_BS, requests)
         if (search := self._static_search(source_BS.device)) is not None:
-            return [self._best(hypotheses) for hypotheses in search.search(source_BS, padded, requests, limits)]
+            found = search.search(source_BS, padded, requests, limits)
+            return [best_of(hypotheses, self.config.beam) for hypotheses in found]
         rules = TokenRules.of(self.config, self.vocabulary, requests, source_BS.device)
         finished: list[list[Hypothesis]] = [[] for _ in limits]
         numbers = list(range(len(limits)))  # of the sentences still searched, in the order of the rows
@@ -126,7 +130,7 @@ class BeamSearch:
         )
         for length in count(1):
             logits_RV = self.model.step(live.tokens_BWT[:, :, -1].flatten(), memory, cache)
-            forbid = None if rules is None else partial(rules.apply, numbers=numbers)
+            forbid = None if rules is None else rules.after(live.tokens_BWT.flatten(0, 1), numbers)
             extensions = self._extend(live, logits_RV, [limits[number] == length for number in numbers], forbid)
             for row, hypothesis in self._ended(live, extensions, length):
                 finished[numbers[row]].append(hypothesis)
@@ -144,7 +148,7 @@ class BeamSearch:
                 memory = memory.select(kept_B)
             live, rows_R = self._survivors(live, extensions, kept_B)
             cache.select(rows_R, kept_B)
-        return [self._best(hypotheses) for hypotheses in finished]
+        return [best_of(hypotheses, self.config.beam) for hypotheses in finished]
 
     def _static_search(self, device: torch.device) -> StaticBeamSearch | None:
         """Return the search in steps of constant sizes, if it is to be used on this device."""
@@ -160,39 +164,19 @@ class BeamSearch:
             self._static = static_search(*arguments, graphs=steps == "graphs")
         return self._static
 
-    def _limits(self, source_BS: Tensor, requests: Sequence[Request]) -> list[int]:
-        """Compute the most tokens that each translation may have, EOS included."""
-        lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
-        return length_limits(self.config, lengths, self.model.longest_target, requests)
-
-    def _extend(
-        self,
-        live: _Live,
-        logits_RV: Tensor,
-        closing: list[bool],
-        forbid: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> Extensions:
+    def _extend(self, live: _Live, logits_RV: Tensor, closing: list[bool], forbid: Forbid | None) -> Extensions:
         """Find the best 2K extensions of each sentence.
 
         Args:
             live: unfinished hypotheses.
             logits_RV: logits of their next tokens.
             closing: for each sentence, True if only EOS may follow.
-            forbid: sets the logits of tokens that a rule forbids to -inf, given the tokens of the hypotheses; None if
-                there are no rules.
+            forbid: the rules of the next token; None if there are none.
         """
-        eos = self.vocabulary.eos
+        eos, device = self.vocabulary.eos, logits_RV.device
         sentences, width = live.log_prob_BW.shape
-        log_prob_RV = torch.log_softmax(logits_RV.float(), dim=1)
-        log_prob_RV[:, self._never] = -torch.inf
-        eos_R = log_prob_RV[:, eos].clone()
-        if forbid is not None:
-            forbid(log_prob_RV, live.tokens_BWT.flatten(0, 1))
-        if any(closing):
-            closing_R = torch.tensor(closing, device=logits_RV.device).repeat_interleave(width)
-            log_prob_RV.masked_fill_(closing_R.unsqueeze(1), -torch.inf)
-            log_prob_RV[:, eos] = eos_R
-        log_prob_RV += live.log_prob_BW.view(-1, 1)
+        closing_R, never = rows_of(closing, width, device), self._never.to(device)
+        log_prob_RV = extended(logits_RV, live.log_prob_BW.flatten(), never, eos, forbid, closing_R)
         return best_extensions(log_prob_RV, sentences, self.config.beam, eos)
 
     def _ended(self, live: _Live, extensions: Extensions, length: int) -> Iterator[tuple[int, Hypothesis]]:
@@ -220,8 +204,3 @@ class BeamSearch:
         tokens_BKT = live.tokens_BWT.flatten(0, 1)[row_BK]
         tokens_BKT = torch.cat([tokens_BKT, token_BK.unsqueeze(2)], dim=2)
         return _Live(tokens_BKT, log_prob_BK), row_BK.flatten()
-
-    def _best(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-        if not hypotheses:
-            check_finite(math.nan)
-        return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[: self.config.beam]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf, nan
+from math import inf
 from typing import ClassVar, Literal
 
 import torch
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
+from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSettings
+from deepspeed_nmt.search.left_to_right import best_of, bounded_requests, never_predicted
 from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.rules import TokenRules, length_limits
+from deepspeed_nmt.search.rules import TokenRules
 
 Phrases = tuple[tuple[int, ...], ...]
 
@@ -43,7 +44,7 @@ class ConstrainedBeamConfig(BeamSettings):
 
 
 @dataclass(frozen=True)
-class Progress:
+class ConstraintProgress:
     """The part of a sentence's constraints that a hypothesis has met.
 
     Attributes:
@@ -56,19 +57,19 @@ class Progress:
     phrase: int | None = None
     position: int = 0
 
-    def after(self, token: int, phrases: Phrases) -> Progress:
+    def after(self, token: int, phrases: Phrases) -> ConstraintProgress:
         """Return the progress after another token."""
         if self.phrase is not None and phrases[self.phrase][self.position] == token:
             return self._at(self.phrase, self.position + 1, phrases)
         for number, phrase in enumerate(phrases):
             if number not in self.met and phrase[0] == token:
                 return self._at(number, 1, phrases)
-        return Progress(self.met)
+        return ConstraintProgress(self.met)
 
-    def _at(self, phrase: int, position: int, phrases: Phrases) -> Progress:
+    def _at(self, phrase: int, position: int, phrases: Phrases) -> ConstraintProgress:
         if position == len(phrases[phrase]):
-            return Progress(self.met | {phrase})
-        return Progress(self.met, phrase, position)
+            return ConstraintProgress(self.met | {phrase})
+        return ConstraintProgress(self.met, phrase, position)
 
     def next_tokens(self, phrases: Phrases) -> list[int]:
         """Return the tokens that meet more: the next one of the phrase that is begun, or the first of each unmet."""
@@ -96,7 +97,7 @@ class _Candidate:
     log_prob: float
     parent: int
     token: int
-    progress: Progress
+    progress: ConstraintProgress
     met: int
 
 
@@ -116,7 +117,7 @@ class _Sentence:
     number: int
     limit: int
     phrases: Phrases
-    live: list[Progress] = field(default_factory=lambda: [Progress()])
+    live: list[ConstraintProgress] = field(default_factory=lambda: [ConstraintProgress()])
     tokens: int = 0
     finished: list[Hypothesis] = field(default_factory=list)
 
@@ -135,6 +136,7 @@ class ConstrainedBeam:
         self.model = model
         self.vocabulary = vocabulary
         self.penalty = LengthPenalty.parse(config.length_penalty)
+        self._never = never_predicted(vocabulary, model)
 
     @torch.inference_mode()
     def search(
@@ -149,12 +151,10 @@ class ConstrainedBeam:
         Raises:
             CheckpointError: if the model predicts NaN.
         """
-        assert not self.model.training, "call model.eval() first: dropout would change the translations"
-        if source_BS.shape[0] == 0:
+        requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
+        if not limits:
             return []
-        requests, device, beam = or_default(requests, source_BS.shape[0]), source_BS.device, self.config.beam
-        lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
-        limits = length_limits(self.config, lengths, self.model.longest_target, requests)
+        device, beam = source_BS.device, self.config.beam
         rules = TokenRules.of(self.config, self.vocabulary, requests, device)
         everything = [
             _Sentence(number, limit, request.constraints, tokens=sum(map(len, request.constraints)))
@@ -191,14 +191,11 @@ class ConstrainedBeam:
             log_prob_R1 = torch.tensor([[each.log_prob] for _, chosen in filled for each in chosen]).to(device)
             tokens_RT = torch.cat([tokens_RT.index_select(0, rows_R), last_R1], dim=1)
             cache.select(rows_R, kept_B)
-        for each in everything:
-            if not each.finished:
-                check_finite(nan)
-        return [sorted(each.finished, key=lambda one: -one.score)[:beam] for each in everything]
+        return [best_of(each.finished, beam) for each in everything]
 
     def _filled(self, chosen: list[_Candidate]) -> list[_Candidate]:
         """Fill the beam up with hypotheses that cannot live on."""
-        dead = _Candidate(-inf, chosen[0].parent, self.vocabulary.eos, Progress(), 0)
+        dead = _Candidate(-inf, chosen[0].parent, self.vocabulary.eos, ConstraintProgress(), 0)
         return chosen + [dead] * (self.config.beam - len(chosen))
 
     def _candidates(
@@ -232,9 +229,7 @@ class ConstrainedBeam:
         wanted_totals = total_RV.gather(1, wanted_RN.to(total_RV.device)).tolist()
         ends = total_RV[:, eos].tolist()
         unmet = [progress.tokens(sentence.phrases) < sentence.tokens for sentence, progress in states]
-        for token in (*self.vocabulary.unpredicted, self.model.mask):
-            if token is not None:
-                total_RV[:, token] = -torch.inf
+        total_RV.index_fill_(1, self._never.to(total_RV.device), -torch.inf)
         total_RV[:, eos].masked_fill_(torch.tensor(unmet, device=total_RV.device), -torch.inf)
         if rules is not None:
             rules.apply(total_RV, tokens_RT, [sentence.number for sentence in sentences])

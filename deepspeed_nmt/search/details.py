@@ -14,7 +14,7 @@ from deepspeed_nmt.nn.attention import MultiHeadAttention
 from deepspeed_nmt.search.alignment import AttentionWatch, Links, source_words, target_words, word_links
 from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.source_lines import Tokenizer
+from deepspeed_nmt.search.source_lines import SourceTokenizer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DetailsReader:
     """
 
     def __init__(
-        self, model: DecodableModel, tokenizer: Tokenizer, token_scores: bool, layers: Sequence[int] | None
+        self, model: DecodableModel, tokenizer: SourceTokenizer, token_scores: bool, layers: Sequence[int] | None
     ) -> None:
         self._members, self._weights = members_of(model), weights_of(model)
         self._tokenizer = tokenizer

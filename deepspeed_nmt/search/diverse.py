@@ -22,7 +22,6 @@ from itertools import count
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -30,10 +29,12 @@ from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import option
-from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
+from deepspeed_nmt.search.base import Hypothesis, Request
 from deepspeed_nmt.search.beam import BeamSettings
+from deepspeed_nmt.search.extensions import largest
+from deepspeed_nmt.search.left_to_right import best_of, bounded_requests, extended, never_predicted, rows_of
 from deepspeed_nmt.search.length_penalty import LengthPenalty
-from deepspeed_nmt.search.rules import TokenRules, length_limits
+from deepspeed_nmt.search.rules import TokenRules
 
 
 class DiverseBeamConfig(BeamSettings):
@@ -90,6 +91,7 @@ class DiverseBeam:
         self.vocabulary = vocabulary
         self.groups = config.groups or config.beam
         self.penalty = LengthPenalty.parse(config.length_penalty)
+        self._never = never_predicted(vocabulary, model)
 
     @torch.inference_mode()
     def search(
@@ -103,12 +105,10 @@ class DiverseBeam:
         Raises:
             CheckpointError: if the model predicts NaN.
         """
-        assert not self.model.training, "call model.eval() first: dropout would change the translations"
-        if source_BS.shape[0] == 0:
+        requests, limits = bounded_requests(self.config, self.model, self.vocabulary, source_BS, requests)
+        if not limits:
             return []
-        requests, device = or_default(requests, source_BS.shape[0]), source_BS.device
-        lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
-        limits = length_limits(self.config, lengths, self.model.longest_target, requests)
+        device, never = source_BS.device, self._never.to(source_BS.device)
         rules = TokenRules.of(self.config, self.vocabulary, requests, device)
         sentences = [_Sentence(number, limit, [0] * self.groups) for number, limit in enumerate(limits)]
         found: list[dict[tuple[int, ...], Hypothesis]] = [{} for _ in limits]
@@ -116,9 +116,13 @@ class DiverseBeam:
         tokens_BWT = source_BS.new_full((len(limits), 1, 1), self.vocabulary.bos)
         log_prob_BW = torch.zeros(len(limits), 1, device=device)
         for length in count(1):
-            logits_RV = self.model.step(tokens_BWT[:, :, -1].flatten(), memory, cache).float()
-            log_p_BWV = self._log_probs(logits_RV, tokens_BWT, rules, sentences, length)
-            survivors = self._step(log_p_BWV, log_prob_BW, tokens_BWT, sentences, found, length)
+            logits_RV = self.model.step(tokens_BWT[:, :, -1].flatten(), memory, cache)
+            closing_R = rows_of([each.limit == length for each in sentences], tokens_BWT.shape[1], device)
+            numbers = [each.number for each in sentences]
+            forbid = None if rules is None else rules.after(tokens_BWT.flatten(0, 1), numbers)
+            total_RV = extended(logits_RV, log_prob_BW.flatten(), never, self.vocabulary.eos, forbid, closing_R)
+            total_BWV = total_RV.view(*tokens_BWT.shape[:2], -1)
+            survivors = self._step(total_BWV, tokens_BWT, sentences, found, length)
             kept = [
                 row
                 for row, each in enumerate(sentences)
@@ -133,41 +137,14 @@ class DiverseBeam:
             rows_R = (kept_B.unsqueeze(1) * width + parent_BW).flatten()
             tokens_RT = torch.cat([tokens_BWT.flatten(0, 1)[rows_R], token_BW.view(-1, 1)], dim=1)
             tokens_BWT = tokens_RT.view(len(kept), self.config.beam, -1)
-            everything = len(kept) == log_p_BWV.shape[0]
+            everything = len(kept) == total_BWV.shape[0]
             memory = memory if everything else memory.select(kept_B)
             cache.select(rows_R, None if everything else kept_B)
-        for each in found:
-            if not each:
-                check_finite(float("nan"))
-        return [sorted(each.values(), key=lambda one: -one.score)[: self.config.beam] for each in found]
-
-    def _log_probs(
-        self,
-        logits_RV: Tensor,
-        tokens_BWT: Tensor,
-        rules: TokenRules | None,
-        sentences: Sequence[_Sentence],
-        length: int,
-    ) -> Tensor:
-        """Return log-probabilities of the next tokens, -inf for those that are forbidden. Shape: -> (B,W,V)."""
-        eos, rows = self.vocabulary.eos, logits_RV.shape[0]
-        log_p_RV = torch.log_softmax(logits_RV, dim=1)
-        end_R1 = log_p_RV[:, eos : eos + 1].clone()
-        for token in (*self.vocabulary.unpredicted, self.model.mask):
-            if token is not None:
-                log_p_RV[:, token] = -torch.inf
-        if rules is not None:
-            rules.apply(log_p_RV, tokens_BWT.flatten(0, 1), [each.number for each in sentences])
-        closing = torch.tensor([each.limit == length for each in sentences], device=log_p_RV.device)
-        closing_R1 = closing.repeat_interleave(rows // len(sentences)).unsqueeze(1)
-        log_p_RV = log_p_RV.masked_fill(closing_R1, -torch.inf)
-        log_p_RV[:, eos : eos + 1] = torch.where(closing_R1, end_R1, log_p_RV[:, eos : eos + 1])
-        return log_p_RV.view(len(sentences), rows // len(sentences), -1)
+        return [best_of(each.values(), self.config.beam) for each in found]
 
     def _step(
         self,
-        log_p_BWV: Tensor,
-        log_prob_BW: Tensor,
+        total_BWV: Tensor,
         tokens_BWT: Tensor,
         sentences: Sequence[_Sentence],
         found: list[dict[tuple[int, ...], Hypothesis]],
@@ -175,20 +152,26 @@ class DiverseBeam:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Extend all groups by a token, and record the hypotheses that finish.
 
+        Args:
+            total_BWV: log-probability of each hypothesis extended by each token.
+            tokens_BWT: tokens of the hypotheses.
+            sentences: in progress.
+            found: finished hypotheses of each sentence by their tokens.
+            length: of the extended hypotheses.
+
         Returns:
             Log-probability, last token and parent of the live hypotheses of all groups. Shape: -> three of (B,K)
         """
         size, eos = self.config.beam // self.groups, self.vocabulary.eos
-        used_BV = torch.zeros_like(log_p_BWV[:, 0])
+        used_BV, vocabulary = torch.zeros_like(total_BWV[:, 0]), total_BWV.shape[2]
         parts = []
         for group in range(self.groups):
             first = 0 if length == 1 else group * size
             width = 1 if length == 1 else size
-            total_BNV = log_prob_BW[:, first : first + width].unsqueeze(2) + log_p_BWV[:, first : first + width]
+            total_BNV = total_BWV[:, first : first + width]
             ranked_BC = (total_BNV - self.config.diversity * used_BV.unsqueeze(1)).flatten(1)
-            rank_BC, index_BC = _top(ranked_BC, 2 * size)
+            rank_BC, index_BC = largest(ranked_BC, vocabulary, 2 * size)
             log_prob_BC = total_BNV.flatten(1).gather(1, index_BC).masked_fill(rank_BC == -torch.inf, -torch.inf)
-            vocabulary = log_p_BWV.shape[2]
             parent_BC, token_BC = first + index_BC // vocabulary, index_BC % vocabulary
             ends_BC = (token_BC == eos) & log_prob_BC.isfinite()
             self._finish(ends_BC[:, :size], log_prob_BC, parent_BC, tokens_BWT, sentences, found, (group, length))
@@ -235,10 +218,3 @@ class DiverseBeam:
             sentence.finished[group] += 1
             hypothesis = Hypothesis(tokens, log_prob / self.penalty(length), log_prob)
             found[sentence.number].setdefault(tuple(tokens), hypothesis)
-
-
-def _top(ranked_BC: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    """Return the ``wanted`` largest entries of each row and their indices; of shorter rows filled up with -inf."""
-    values, indices = ranked_BC.topk(min(wanted, ranked_BC.shape[1]), dim=1)
-    missing = wanted - values.shape[1]
-    return F.pad(values, (0, missing), value=-torch.inf), F.pad(indices, (0, missing))

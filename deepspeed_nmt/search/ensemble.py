@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel, Memory, TranslationModel
 from deepspeed_nmt.nn.cache import DecoderCache
@@ -85,8 +85,9 @@ class Ensemble(DecodableModel):
         super().__init__()
         assert weights is None or (len(weights) == len(models) and min(weights) > 0.0)
         self.weights = None if weights is None else [weight / math.fsum(weights) for weight in weights]
-        self.models = nn.ModuleList(models)
         self.members = list(models)
+        for number, model in enumerate(models):
+            self.add_module(str(number), model)
         self.vocab_size, self.pad, self.mask = models[0].vocab_size, models[0].pad, models[0].mask
         for side in ("longest_source", "longest_target"):
             bounds = [bound for model in models if (bound := getattr(model, side)) is not None]

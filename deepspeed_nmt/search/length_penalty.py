@@ -1,4 +1,4 @@
-"""Length penalties, by which log-probabilities of translations of different lengths are compared.
+"""Length penalties, by which log-probabilities of translations of different lengths are compared, and length bounds.
 
 A hypothesis of n tokens, *its end-of-sentence token included*, scores log p / penalty(n). Log-probabilities are
 negative sums over tokens, so a penalty that grows with n compensates for the cost of each further token.
@@ -61,6 +61,19 @@ class LengthPenalty:
     def __call__(self, length: int) -> float:
         """Compute the divisor for the log-probability of ``length`` tokens, the end-of-sentence token included."""
         return _FORMULAS[self.family](length, self.exponent)
+
+
+def length_bound(source_tokens: int, ratio: float, extra: int, most: int) -> int:
+    """Return the most tokens that a translation may have, EOS included.
+
+    Args:
+        source_tokens: tokens of the source, EOS included.
+        ratio: target tokens for each source token (``max_length_ratio``).
+        extra: target tokens on top of the ratio (``max_length_extra``).
+        most: bound whatever the source is (``max_length``); 0 for none.
+    """
+    bound = max(1, int(ratio * source_tokens) + extra)
+    return min(bound, most or bound)
 
 
 def _known(name: str) -> str:

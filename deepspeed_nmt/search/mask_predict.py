@@ -21,7 +21,7 @@ from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES, Parts, SearchConfig
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
-from deepspeed_nmt.search.base import Hypothesis
+from deepspeed_nmt.search.base import Hypothesis, check_finite
 from deepspeed_nmt.search.length_penalty import PENALTY_NAMES, LengthPenalty, PenaltyName
 
 
@@ -51,10 +51,12 @@ class MaskedModel(Protocol):
     Attributes:
         mask: token that replaces tokens to be guessed.
         longest_target: most tokens of a translation, its EOS included; None if unbounded.
+        training: True if it is not in eval mode.
     """
 
     mask: int | None
     longest_target: int | None
+    training: bool
 
     def encode(self, source_BS: Tensor, padded: bool = True) -> Memory:
         """Encode sources. Shape: (B,S) -> (B,S,D)."""
@@ -100,7 +102,11 @@ class MaskPredict:
 
         Returns:
             For each sentence a candidate of each length tried, best first.
+
+        Raises:
+            CheckpointError: if the model predicts NaN.
         """
+        assert not self.model.training, "call model.eval() first: dropout would change the translations"
         if source_BS.shape[0] == 0:
             return []
         memory = self.model.encode(source_BS, padded)
@@ -113,6 +119,8 @@ class MaskPredict:
         sums = log_p_RT.sum(dim=1).view(-1, tried).tolist()
         tokens = tokens_RT.view(-1, tried, tokens_RT.shape[1]).tolist()
         for row, each in enumerate(lengths):
+            for log_prob in sums[row]:
+                check_finite(log_prob)
             hypotheses = [
                 Hypothesis(
                     tokens[row][place][1 : count + 1], sums[row][place] / self.penalty(count), sums[row][place]
@@ -127,6 +135,8 @@ class MaskPredict:
         logits_BN = self.model.lengths(memory).float()
         longest = logits_BN.shape[1] - 1 if self.model.longest_target is None else self.model.longest_target - 1
         best = logits_BN[:, 1 : longest + 1].topk(min(self.config.length_beam, longest), dim=1)
+        for most_probable in best.values[:, 0].tolist():
+            check_finite(most_probable)
         return best.indices + 1
 
     def _fill(self, length_R: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:

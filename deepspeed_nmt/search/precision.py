@@ -10,12 +10,12 @@ from torch import nn
 
 from deepspeed_nmt.errors import ConfigError, did_you_mean, option, shown
 from deepspeed_nmt.kernels import packed
+from deepspeed_nmt.kernels.precision import DTYPES, native_precision
 from deepspeed_nmt.nn.layers import DecoderLayer
 from deepspeed_nmt.nn.linear import JoinedWeights, pack_weights, unpack_weights
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "int8")
 """Precisions in which a model can be asked to decode."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -34,16 +34,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
             f"{name} must be one of {', '.join(PRECISIONS)}, but is {shown(precision)}"
             f"{did_you_mean(str(precision), PRECISIONS)}"
         )
+    native = native_precision(device)
     if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        if precision == "int8" or (precision == "bf16" and not has_bf16):
+        if precision == "int8" or (precision == "bf16" and native != "bf16"):
             why = (
                 "weights are packed in int8 for CPUs only" if precision == "int8" else "this GPU is older than sm_80"
             )
-            raise ConfigError(f"{name} must be {'bf16, ' if has_bf16 else ''}fp16 or fp32 here, because {why}")
-        return precision if precision != "auto" else "bf16" if has_bf16 else "fp16"
+            raise ConfigError(
+                f"{name} must be {'bf16, ' if native == 'bf16' else ''}fp16 or fp32 here, because {why}"
+            )
+        return native if precision == "auto" else precision
     if precision == "auto":
-        return "fp32"
+        return native
     reason = "CPUs multiply fp16 slowly" if precision == "fp16" else packed.obstacle(precision)
     if reason is not None and precision != "fp32":
         able = ["fp32", *(each for each in ("bf16", "int8") if packed.obstacle(each) is None)]
@@ -60,7 +62,7 @@ def prepare_to_decode(model: nn.Module, device: torch.device, precision: str) ->
         device: the device.
         precision: as :func:`resolve_precision` returns it.
     """
-    model.to(device, _DTYPES[precision])
+    model.to(device, DTYPES.get(precision, torch.float32))  # int8 is packed from fp32
     if device.type == "cuda":
         join_weights(model)
     elif packed.obstacle(precision) is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -34,9 +36,14 @@ class Replays:
             as long as the recording.
         record: records it; None to run it each time.
         most: most recordings that are kept.
+
+    Attributes:
+        steps: number of steps that ran.
+        replayed: number of them that were replayed.
     """
 
     def __init__(self, step: Callable[[], object], record: Record | None, most: int = MOST_GRAPHS) -> None:
+        self.steps = self.replayed = 0
         self._step = step
         self._record = record
         self._most = most
@@ -65,6 +72,7 @@ class Replays:
         Args:
             key: the sizes of its tensors.
         """
+        self.steps += 1
         found = self._recorded.get(key)
         if found is None and self._record is not None and self._ran[key] >= WARM_UP:
             found = self._recording(self._record)
@@ -77,6 +85,7 @@ class Replays:
             self._step()
             return
         self._recorded.move_to_end(key)
+        self.replayed += 1
         found[0]()
 
     def _recording(self, record: Record) -> tuple[Replay, object] | None:
@@ -92,7 +101,7 @@ class Replays:
 
 
 class CudaGraphs:
-    """Records steps as CUDA graphs of one device, which share a pool of memory.
+    """Records steps as CUDA graphs of one device, which share a pool of memory as long as any of them is kept.
 
     Args:
         device: the GPU.
@@ -102,6 +111,7 @@ class CudaGraphs:
         self._device = device
         self._stream: Any = None
         self._pool: Any = None
+        self._kept: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, step: Callable[[], object]) -> Replay:
         """Record a step.
@@ -111,7 +121,9 @@ class CudaGraphs:
         """
         with torch.cuda.device(self._device):
             if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            if not self._kept:
+                self._begin_pool()
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
@@ -120,7 +132,17 @@ class CudaGraphs:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     step()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # it fails as well, and does not know the reason
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
             current.wait_stream(self._stream)
+        self._kept.add(graph)
         return graph.replay
+
+    def _begin_pool(self) -> None:
+        """Begin a pool: torch refuses to capture into one whose graphs are all gone."""
+        if self._pool is not None:
+            torch.cuda.empty_cache()  # returns the memory of the pool before, which nothing else would use
+        self._pool = torch.cuda.graph_pool_handle()

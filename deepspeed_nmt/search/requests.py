@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.errors import ConfigError, option, shown
-from deepspeed_nmt.search.base import MisalignedError as MisalignedError
-from deepspeed_nmt.search.base import Request
-from deepspeed_nmt.search.source_lines import PairTokenizer, Tokenizer
+from deepspeed_nmt.search.base import MisalignedError, Request
+from deepspeed_nmt.search.source_lines import PairTokenizer, SourceCounts, SourceTokenizer, warn_of_unknown_beside
 from deepspeed_nmt.text import NO_TAGS, Tags
 
 
@@ -32,7 +30,7 @@ class LineInputs:
     step: int = 1
     tags: Tags = NO_TAGS
 
-    def check(self, search: SearchConfig, tokenizer: Tokenizer) -> None:
+    def check(self, search: SearchConfig, tokenizer: SourceTokenizer) -> None:
         """Check that a search respects the inputs.
 
         Raises:
@@ -62,13 +60,19 @@ class RequestedLines:
         inputs: beside them.
         tokenizer: vocabulary of the model.
         longest_target: most tokens of a translation, EOS included; None if unlimited.
+        counts: record of the first line to warn of, for a stretch of a text; None to log the warning.
 
     Attributes:
         problem: error of the line after the last one that was read; None if there is none.
     """
 
     def __init__(
-        self, lines: Iterable[str], inputs: LineInputs, tokenizer: Tokenizer, longest_target: int | None
+        self,
+        lines: Iterable[str],
+        inputs: LineInputs,
+        tokenizer: SourceTokenizer,
+        longest_target: int | None,
+        counts: SourceCounts | None = None,
     ) -> None:
         self._lines = iter(lines)
         self._prefix = None if inputs.prefix is None else iter(inputs.prefix)
@@ -81,7 +85,8 @@ class RequestedLines:
         self._tokenizer = tokenizer
         self._longest = longest_target
         self._read = 0
-        self._warned = False
+        self._counts = SourceCounts() if counts is None else counts
+        self._logs = counts is None
         self.problem: MisalignedError | None = None
 
     def read(self, count: int) -> list[tuple[str, Request]]:
@@ -147,10 +152,9 @@ class RequestedLines:
                 f"a prefix and constraints must have {self._longest - 1:,} tokens at most, which is all that the "
                 f"model writes, but those of line {number + 1:,} have {needed - 1:,}; shorten them"
             )
-        if not self._warned and any(self._tokenizer.vocabulary.unk in phrase for phrase in phrases):
-            self._warned = True
-            logger.warning(
-                "the prefix or a constraint of line %s has tokens that are unknown to the vocabulary, which the "
-                "translation shows as such",
-                f"{number + 1:,}",
-            )
+        if not self._counts.first_unknown_beside and any(
+            self._tokenizer.vocabulary.unk in phrase for phrase in phrases
+        ):
+            self._counts.first_unknown_beside = number + 1
+            if self._logs:
+                warn_of_unknown_beside(number + 1)

@@ -9,7 +9,8 @@ P length of the longest prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from deepspeed_nmt.core.parts import SearchConfig
 from deepspeed_nmt.core.vocabulary import MAX_VOCABULARY, Vocabulary
 from deepspeed_nmt.errors import option, shown
 from deepspeed_nmt.search.base import Request
+from deepspeed_nmt.search.length_penalty import length_bound
 
 
 class LeftToRightSettings(SearchConfig):
@@ -82,9 +84,7 @@ def length_limits(
     """
     limits = []
     for length, request in zip(lengths, requests, strict=True):
-        limit = max(1, int(settings.max_length_ratio * length) + settings.max_length_extra)
-        if settings.max_length > 0:
-            limit = min(limit, settings.max_length)
+        limit = length_bound(length, settings.max_length_ratio, settings.max_length_extra, settings.max_length)
         needed = len(request.prefix) + sum(map(len, request.constraints)) + 1
         limit = max(limit, settings.min_length, needed)
         limits.append(limit if most is None else min(limit, most))
@@ -131,6 +131,10 @@ class TokenRules:
         rules = cls(settings, vocabulary, requests, device)
         forbids = rules._least > 1 or rules._ngram or rules._longest_prefix or rules._suppressed is not None
         return rules if forbids else None
+
+    def after(self, tokens_RT: Tensor, numbers: Sequence[int]) -> Callable[[Tensor], None]:
+        """Return :meth:`apply` for given hypotheses, as a function of the logits."""
+        return partial(self.apply, tokens_RT=tokens_RT, numbers=numbers)
 
     def apply(self, logits_RV: Tensor, tokens_RT: Tensor, numbers: Sequence[int]) -> None:
         """Set the logits of forbidden tokens to -inf.

@@ -25,8 +25,9 @@ from deepspeed_nmt import randomness
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import MAX_HYPOTHESES
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.search.base import Hypothesis, Request, check_finite, or_default
-from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules, length_limits
+from deepspeed_nmt.search.base import Hypothesis, Request, check_finite
+from deepspeed_nmt.search.left_to_right import bounded_requests, never_predicted
+from deepspeed_nmt.search.rules import LeftToRightSettings, TokenRules
 
 
 class SamplingSettings(LeftToRightSettings):
@@ -68,6 +69,7 @@ class Sampling:
         self.config = config
         self.model = model
         self.vocabulary = vocabulary
+        self._never = never_predicted(vocabulary, model)
 
     @torch.inference_mode()
     def search(
@@ -85,13 +87,10 @@ class Sampling:
 
     def samples(self, source_BS: Tensor, padded: bool, requests: Sequence[Request] | None) -> list[list[Hypothesis]]:
         """Return all samples of each sentence, in the order of their numbers; see :meth:`search`."""
-        assert not self.model.training, "call model.eval() first: dropout would change the translations"
-        if source_BS.shape[0] == 0:
-            return []
         device, config = source_BS.device, self.config
-        requests = or_default(requests, source_BS.shape[0])
-        lengths: list[int] = source_BS.ne(self.vocabulary.pad).sum(dim=1).tolist()
-        limits = length_limits(config, lengths, self.model.longest_target, requests)
+        requests, limits = bounded_requests(config, self.model, self.vocabulary, source_BS, requests)
+        if not limits:
+            return []
         rules = TokenRules.of(config, self.vocabulary, requests, device)
         found: list[list[list[int]]] = [[[] for _ in range(config.samples)] for _ in limits]
         log_probs = [[0.0] * config.samples for _ in limits]
@@ -170,9 +169,7 @@ class Sampling:
 
     def _forbid(self, logits_RV: Tensor, tokens_RT: Tensor, rules: TokenRules | None, numbers: Sequence[int]) -> None:
         """Set the logits of tokens that are never drawn to -inf."""
-        never = self.vocabulary.unpredicted
-        for token in never if self.model.mask is None else [*never, self.model.mask]:
-            logits_RV[:, token] = -torch.inf
+        logits_RV.index_fill_(1, self._never.to(logits_RV.device), -torch.inf)
         if rules is not None:
             rules.apply(logits_RV, tokens_RT, numbers)
 

@@ -6,7 +6,7 @@ Legend: B sentences, S source length, T target length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -15,12 +15,17 @@ import torch
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.errors import ConfigError, DataError, counted
+from deepspeed_nmt.search.base import MisalignedError
 from deepspeed_nmt.search.buckets import length_buckets
+from deepspeed_nmt.search.buffers import out_of_bounds
 from deepspeed_nmt.search.ensemble import members_of, weights_of
 from deepspeed_nmt.search.forced import token_log_probs
-from deepspeed_nmt.search.requests import MisalignedError
 from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, PairTokenizer, SourceLines
-from deepspeed_nmt.search.translate import out_of_bounds, pad_sources
+from deepspeed_nmt.search.translate import pad_sources
+from deepspeed_nmt.text import Tags
+
+_BUFFER = 4096
+"""Lines of a text in memory."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,35 @@ class ScoredTranslation:
     def mean_log_prob(self) -> float:
         """Mean log-probability (nats) of a token, EOS included; minus it is the log of the perplexity."""
         return self.log_prob / len(self.log_probs)
+
+
+def check_targets(model: DecodableModel, tokenizer: PairTokenizer, tags: Tags, lines: Iterable[str]) -> None:
+    """Check that a model can read all translations of a text, before any is scored.
+
+    Args:
+        model: A model or an ensemble.
+        tokenizer: vocabulary of the model.
+        tags: the target's tag is put in front of each translation.
+        lines: the text, which is read only if the model has a bound.
+
+    Raises:
+        DataError: if one is too long, with the number of its line.
+    """
+    if model.longest_target is None:
+        return
+    before, texts = 0, iter(lines)
+    while buffer := [line if tags.target is None else f"{tags.target} {line}" for line in islice(texts, _BUFFER)]:
+        _check_lengths(tokenizer.encode_batch(buffer, "target"), model.longest_target, before)
+        before += len(buffer)
+
+
+def _check_lengths(targets: Sequence[Sequence[int]], longest: int | None, before: int) -> None:
+    for line, tokens in enumerate(targets, before + 1):
+        if longest is not None and len(tokens) >= longest:
+            raise DataError(
+                f"translations must have {longest - 1:,} tokens at most, which is all that the model reads, but line "
+                f"{line:,} has {len(tokens):,}; split it"
+            )
 
 
 def score_lines(
@@ -125,13 +159,7 @@ def _score(
             reader.check_beside(text, line, "translation")
             texts.append(text.rstrip("\r\n"))
         targets = tokenizer.encode_batch(texts, "target")
-        longest = model.longest_target
-        for line, tokens in enumerate(targets, before + 1):
-            if longest is not None and len(tokens) >= longest:
-                raise DataError(
-                    f"translations must have {longest - 1:,} tokens at most, which is all that the model reads, but "
-                    f"line {line:,} has {len(tokens):,}; split it"
-                )
+        _check_lengths(targets, model.longest_target, before)
         reader.warn_of_unknown()
         scored: list[ScoredTranslation | None] = [None] * len(texts)
         lengths = [max(len(source), len(tokens) + 1) for source, tokens in zip(sources, targets, strict=True)]

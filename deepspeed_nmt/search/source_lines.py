@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.core.vocabulary import Side, Vocabulary
 from deepspeed_nmt.errors import DataError, option
-from deepspeed_nmt.text import DamagedLine, TextForm, looks_plain, looks_tokenised
+from deepspeed_nmt.text import DamagedLine
 
 MAX_SOURCE_TOKENS = 1024
 """Tokens of a source line that are translated by default, if the model was not trained on longer ones."""
@@ -17,11 +17,11 @@ UNKNOWN_WORTH_A_WARNING = 0.05
 """Share of unknown tokens that causes a warning. Rare characters and new words are a smaller share."""
 
 _NAMED_LINES = 5
-LINES_OF_A_FORM = 100
-"""Lines that show the form of a text."""
+_WHOLE_LINE = 1 << 16
+"""Characters of a line that are encoded at once. Tokenizing many times more takes gigabytes, and minutes."""
 
 
-class Tokenizer(Protocol):
+class SourceTokenizer(Protocol):
     """The part of a tokenizer that translation needs."""
 
     @property
@@ -39,46 +39,12 @@ class Tokenizer(Protocol):
 
 
 @runtime_checkable
-class PairTokenizer(Tokenizer, Protocol):
+class PairTokenizer(SourceTokenizer, Protocol):
     """The part of a tokenizer that given target text needs."""
 
     def encode_batch(self, texts: Sequence[str], side: Side, threads: int = 1) -> list[list[int]]:
         """Encode lines of one side as tokens, without EOS."""
         ...
-
-
-def warn_of_form(lines: Iterable[str], text: TextForm) -> Iterator[str]:
-    """Yield the lines of a source text, and warn if the first of them are not in the form of the training text.
-
-    Args:
-        lines: the text.
-        text: form of the training text.
-    """
-    first: list[str] | None = []
-    for line in lines:
-        yield line
-        if first is not None:
-            first.append(line.rstrip())
-            if len(first) == LINES_OF_A_FORM:
-                _warn_of_form(first, text)
-                first = None
-    if first:
-        _warn_of_form(first, text)
-
-
-def _warn_of_form(lines: Sequence[str], text: TextForm) -> None:
-    if text.form == "raw" and (count := looks_tokenised(lines)):
-        look, trained, remedy = "end in ' .' and look tokenised", "raw text", "give plain text"
-    elif text.form in ("moses", "tokenised") and (count := looks_plain(lines)):
-        look, trained = "end in a word with its stop and look like plain text", "tokenised text"
-        remedy = "tokenise it as the training text was"
-        if text.form == "moses":
-            remedy += f", for example by `sacremoses -l {text.source_lang or 'LANGUAGE'} tokenize`"
-    else:
-        return
-    logger.warning(
-        "%s of the first %s lines %s, but the run was trained on %s; %s", count, len(lines), look, trained, remedy
-    )
 
 
 @dataclass
@@ -90,20 +56,24 @@ class SourceCounts:
         tokens: number of tokens.
         unknown: number of tokens that are unknown to the vocabulary.
         cut: number of lines whose end is not translated.
-        first_cut: the first of these lines, each with its number from 1 and its length in tokens.
-        alone: lines longer than a batch, in the same form; they are translated in batches of their own.
+        first_cut: the first of these lines, each with its number from 1, its length in tokens, and True if this is
+            the length of the whole line, False if of its beginning.
+        alone: lines longer than a batch, each with its number from 1 and its length in tokens; they are translated in
+            batches of their own.
         damaged: number of lines that were not UTF-8.
         first_damaged: number of the first of these lines, from 1; 0 without such.
+        first_unknown_beside: number of the first line whose prefix or constraints have unknown tokens; 0 without.
     """
 
     lines: int = 0
     tokens: int = 0
     unknown: int = 0
     cut: int = 0
-    first_cut: list[tuple[int, int]] = field(default_factory=list)
+    first_cut: list[tuple[int, int, bool]] = field(default_factory=list)
     alone: list[tuple[int, int]] = field(default_factory=list)
     damaged: int = 0
     first_damaged: int = 0
+    first_unknown_beside: int = 0
 
 
 class SourceWarnings:
@@ -129,10 +99,13 @@ class SourceWarnings:
             counts: of the stretch, with lines numbered over the whole text.
             max_tokens: bound of a batch.
         """
-        for line, tokens in counts.first_cut:
-            self.note_cut(line, tokens)
+        for cut in counts.first_cut:
+            self.note_cut(*cut)
         if counts.damaged:
             self.note_damaged(counts.first_damaged, counts.damaged)
+        if counts.first_unknown_beside and not self.counts.first_unknown_beside:
+            self.counts.first_unknown_beside = counts.first_unknown_beside
+            warn_of_unknown_beside(counts.first_unknown_beside)
         self.counts.lines += counts.lines
         self.counts.tokens += counts.tokens
         self.counts.unknown += counts.unknown
@@ -141,19 +114,25 @@ class SourceWarnings:
         for line, tokens in counts.alone:
             warn_of_batch(line, tokens, max_tokens)
 
-    def note_cut(self, line: int, tokens: int) -> None:
-        """Count a line whose end is not translated, and warn of the first."""
+    def note_cut(self, line: int, tokens: int, whole: bool) -> None:
+        """Count a line whose end is not translated, and warn of the first.
+
+        Args:
+            line: its number, from 1.
+            tokens: number of its tokens that are known.
+            whole: True if it has no others.
+        """
         if self.counts.cut == 0:
             logger.warning(
-                "line %s has %s tokens, more than %s (%s): its end is not translated",
+                "line %s has %s, more than %s (%s): its end is not translated",
                 f"{line:,}",
-                f"{tokens:,}",
+                _length(tokens, whole),
                 f"{self.longest:,}",
                 self.bound,
             )
         self.counts.cut += 1
         if len(self.counts.first_cut) < _NAMED_LINES:
-            self.counts.first_cut.append((line, tokens))
+            self.counts.first_cut.append((line, tokens, whole))
 
     def note_damaged(self, line: int, count: int = 1) -> None:
         """Count lines that were not UTF-8, and warn of the first.
@@ -202,7 +181,7 @@ class SourceWarnings:
                 f"{self.counts.cut:,}",
                 f"{self.counts.lines:,}",
                 f"{self.longest:,}",
-                ", ".join(f"{number:,}" for number, _ in self.counts.first_cut),
+                ", ".join(f"{number:,}" for number, *_ in self.counts.first_cut),
                 ", ..." if self.counts.cut > _NAMED_LINES else "",
             )
 
@@ -224,6 +203,19 @@ def warn_of_batch(line: int, tokens: int, max_tokens: int) -> None:
     )
 
 
+def warn_of_unknown_beside(line: int) -> None:
+    """Warn of the first line whose prefix or constraints have unknown tokens.
+
+    Args:
+        line: its number, from 1.
+    """
+    logger.warning(
+        "the prefix or a constraint of line %s has tokens that are unknown to the vocabulary, which the translation "
+        "shows as such",
+        f"{line:,}",
+    )
+
+
 def longest_line(max_source_tokens: int, longest_source: int | None) -> tuple[int, str]:
     """Return the most tokens of a line that are translated, without EOS, and what sets this bound.
 
@@ -240,7 +232,8 @@ class SourceLines:
     """Encoder of the lines of a text, in their order.
 
     The time and the memory of a line grow faster than its length, and a translation far longer than those that the
-    model was trained on is bad. So of a longer line only the beginning is translated, or the line is refused.
+    model was trained on is bad. So of a longer line only the beginning is translated, or the line is refused. Of a
+    line that is longer still, the rest is not even encoded.
 
     Args:
         tokenizer: vocabulary of the model.
@@ -258,7 +251,7 @@ class SourceLines:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: SourceTokenizer,
         max_source_tokens: int,
         longest_source: int | None,
         strict: bool = False,
@@ -287,7 +280,7 @@ class SourceLines:
         number = self._before + counts.lines
         if isinstance(line, DamagedLine):
             self._note_damaged(number)
-        tokens = self._tokenizer.encode(line.rstrip("\r\n"))
+        tokens, whole = self._beginning(line.rstrip("\r\n"))
         counts.tokens += len(tokens)
         counts.unknown += tokens.count(self._unk)
         if len(tokens) <= self._longest:
@@ -295,15 +288,31 @@ class SourceLines:
         if self._strict:
             raise DataError(
                 f"source lines must have {self._longest:,} tokens at most ({self._bound}), but line {number:,} "
-                f"has {len(tokens):,} tokens; split it, or leave out {option('strict')} to translate its beginning"
+                f"has {_length(len(tokens), whole)}; split it, or leave out {option('strict')} to translate its "
+                "beginning"
             )
         if self.warns:
-            self._warnings.note_cut(number, len(tokens))
+            self._warnings.note_cut(number, len(tokens), whole)
         else:
             counts.cut += 1
             if len(counts.first_cut) < _NAMED_LINES:
-                counts.first_cut.append((number, len(tokens)))
+                counts.first_cut.append((number, len(tokens), whole))
         return tokens[: self._longest]
+
+    def _beginning(self, line: str) -> tuple[list[int], bool]:
+        """Encode as much of a line as is sure to hold the tokens that are translated.
+
+        Returns:
+            The tokens, and True if they are those of the whole line.
+        """
+        characters = _WHOLE_LINE
+        while characters < len(line):
+            # The last tokens depend on what follows, so many more tokens than are translated must be there.
+            tokens = self._tokenizer.encode(line[:characters])
+            if len(tokens) > 2 * self._longest + 100:
+                return tokens, False
+            characters *= 4
+        return self._tokenizer.encode(line), True
 
     def check_beside(self, text: str, number: int, what: str) -> None:
         """Warn of the first line beside the source that was not UTF-8, or refuse it.
@@ -355,6 +364,11 @@ class SourceLines:
         """Warn at the end of the text if more lines than one were cut or damaged, naming the first of them."""
         if self.warns:
             self._warnings.warn_at_end()
+
+
+def _length(tokens: int, whole: bool) -> str:
+    """Return a phrase for the length of a line, or with ``whole`` False for that of its beginning."""
+    return f"{tokens:,} tokens{'' if whole else ' or more'}"
 
 
 def _not_utf8(lines: str, number: int) -> DataError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, count
 
 import torch
@@ -27,6 +28,7 @@ from deepspeed_nmt.core.model import DecodableModel, Memory
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.nn.static_cache import Bucket, StaticAncestry, StaticCache, Store
 from deepspeed_nmt.search.extensions import best_extensions, survivors
+from deepspeed_nmt.search.left_to_right import extended, never_predicted
 from deepspeed_nmt.search.rules import LeftToRightSettings, StaticRules
 
 LEAST_POSITIONS = 32
@@ -83,8 +85,7 @@ class StaticStep:
         self._vocabulary = vocabulary
         self._ancestry, self._cache = ancestry, cache
         self._rules = StaticRules(config, vocabulary, device)
-        never = {*vocabulary.unpredicted, *(() if model.mask is None else (model.mask,))}
-        self._never = torch.tensor(sorted(never), device=device)
+        self._never = never_predicted(vocabulary, model, device)
         self._memory: Memory | None = None
         nothing = torch.empty(0, device=device)
         self._limit_B = self._finished_B = self.done_B = nothing
@@ -114,14 +115,14 @@ class StaticStep:
         bucket = Bucket(filled, positions_of_bucket(length, least), positions_of_bucket(ahead, least))
         if filled > sentences:
             memory = memory.select(self._upload([*range(sentences), *[0] * (filled - sentences)]))
-        beam, eos = self._beam, self._vocabulary.bos
+        beam, bos = self._beam, self._vocabulary.bos
         self._resize(bucket)
         self._ancestry.begin(bucket)
         self._limit_B = self._empty("limit", torch.long, filled)
         self._limit_B.copy_(self._upload([*limits, *[limits[0]] * (filled - sentences)]))
         self._finished_B = self._empty("finished", torch.long, filled)
         self.done_B = self._empty("done", torch.bool, filled)
-        self._token_BK = self._empty("token", torch.long, filled, beam).fill_(eos)
+        self._token_BK = self._empty("token", torch.long, filled, beam).fill_(bos)
         # A sentence has one hypothesis at first; the other places have none.
         self._log_prob_BK = self._empty("log_prob", torch.float32, filled, beam).fill_(-torch.inf)
         self._log_prob_BK[:, 0] = 0.0
@@ -136,7 +137,7 @@ class StaticStep:
         self._model.cache_source(memory, self._cache)
 
     def move(self, positions: int, kept: Sequence[int] | None) -> None:
-        """Go on in another bucket.
+        """Continue in another bucket.
 
         Args:
             positions: target positions for which it has room, at least as many as now.
@@ -174,17 +175,10 @@ class StaticStep:
         sentences = self.bucket.sentences
         self._ancestry.advance()
         logits_RV = self._model.step(self._token_BK.view(-1), self._memory, self._cache)
-        log_prob_RV = torch.log_softmax(logits_RV.float(), dim=1)
-        log_prob_RV.index_fill_(1, self._never, -torch.inf)
-        eos_BK = log_prob_RV[:, eos].clone().view(sentences, beam)
         history_RL = None if self._history_BKL is None else self._history_BKL.flatten(0, 1)
-        self._rules.apply_at(log_prob_RV, length_1, history_RL, self._prefix_BL)
-        # At its limit a hypothesis is extended by EOS alone.
-        closing_B1 = (self._limit_B == length_1 + 1).unsqueeze(1)
-        log_prob_RV += self._log_prob_BK.masked_fill(closing_B1, -torch.inf).view(-1, 1)
-        extended_BK = log_prob_RV[:, eos].view(sentences, beam)
-        log_prob_RV[:, eos] = torch.where(closing_B1, eos_BK + self._log_prob_BK, extended_BK).view(-1)
-
+        forbid = partial(self._rules.apply_at, length_1=length_1, history_RL=history_RL, prefix_BL=self._prefix_BL)
+        closing_R = (self._limit_B == length_1 + 1).unsqueeze(1).expand(-1, beam).flatten()
+        log_prob_RV = extended(logits_RV, self._log_prob_BK.flatten(), self._never, eos, forbid, closing_R)
         best = best_extensions(log_prob_RV, sentences, beam, eos)
         log_prob_BK, token_BK, parent_BK = survivors(best, beam)
         ended_BK = best.log_prob_BC[:, :beam]

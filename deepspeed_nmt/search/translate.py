@@ -7,7 +7,7 @@ Legend: B sentences, S source length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -17,15 +17,14 @@ from torch import Tensor
 
 from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.parts import SearchConfig
-from deepspeed_nmt.errors import ConfigError, option, shown
 from deepspeed_nmt.search.alignment import without_tags
-from deepspeed_nmt.search.base import Hypothesis, RanksTexts, Request, RequestSearch, Search
-from deepspeed_nmt.search.base import Translation as Translation
+from deepspeed_nmt.search.base import Hypothesis, RanksTexts, Request, RequestSearch, Search, Translation
 from deepspeed_nmt.search.buckets import length_buckets
+from deepspeed_nmt.search.buffers import Found, check_numbers, translated
 from deepspeed_nmt.search.details import Details, DetailsReader
 from deepspeed_nmt.search.requests import LineInputs, RequestedLines
-from deepspeed_nmt.search.searches import SEARCHES
-from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, Tokenizer
+from deepspeed_nmt.search.searches import KeptSearch
+from deepspeed_nmt.search.source_lines import MAX_SOURCE_TOKENS, SourceCounts, SourceLines, SourceTokenizer
 from deepspeed_nmt.text import Tags
 
 
@@ -50,7 +49,7 @@ class Wanted:
 
 def translate_lines(
     model: DecodableModel,
-    tokenizer: Tokenizer,
+    tokenizer: SourceTokenizer,
     lines: Iterable[str],
     config: SearchConfig,
     max_tokens: int = 4096,
@@ -65,6 +64,7 @@ def translate_lines(
     inputs: LineInputs | None = None,
     wanted: Wanted | None = None,
     lock: AbstractContextManager[object] | None = None,
+    kept: KeptSearch | None = None,
 ) -> Iterator[list[Translation]]:
     """Translate lines one by one, as they are asked for.
 
@@ -88,6 +88,7 @@ def translate_lines(
         inputs: prefixes, constraints and tags of the lines, and their numbers in the text.
         wanted: what to return beside the text.
         lock: held while the model is used, and at no other time; a lock of all users of the model in several threads.
+        kept: keeps the search with its caches and CUDA graphs for later texts; None to build it for this text.
 
     Returns:
         For each line, in order, at least one and at most ``nbest`` translations, best first.
@@ -105,13 +106,11 @@ def translate_lines(
         "nbest": nbest,
         "max_source_tokens": max_source_tokens,
     }
-    problems = out_of_bounds(numbers)
-    if isinstance(nbest, int) and nbest > config.width:
-        problems.append(_too_many(nbest, config))
-    if problems:
-        raise ConfigError(problems)
+    check_numbers(numbers, nbest, config)
     inputs.check(config, tokenizer)
-    search = SEARCHES[config.name].build(config, model, tokenizer.vocabulary)
+    lock = nullcontext() if lock is None else lock
+    with lock:
+        search = (kept or KeptSearch()).of(config, model, tokenizer.vocabulary)
     reader = SourceLines(tokenizer, max_source_tokens, model.longest_source, strict, warn, counts, inputs.first)
     job = _Job(
         search=search,
@@ -123,32 +122,11 @@ def translate_lines(
         device=torch.device(device),
         nbest=nbest,
         width=config.width,
-        lock=nullcontext() if lock is None else lock,
+        lock=lock,
         tags=inputs.tags,
     )
-    requested = RequestedLines(inputs.tags.tagged(lines), inputs, tokenizer, model.longest_target)
+    requested = RequestedLines(inputs.tags.tagged(lines), inputs, tokenizer, model.longest_target, counts)
     return _translate(job, requested, max_tokens, buffer_lines, advance)
-
-
-def out_of_bounds(numbers: Mapping[str, object]) -> list[str]:
-    """Return one sentence for each option that is not a whole number of at least 1."""
-    return [
-        f"{option(name)} must be a whole number of at least 1, but is {shown(value)}"
-        for name, value in numbers.items()
-        if not isinstance(value, int) or value < 1
-    ]
-
-
-def _too_many(nbest: int, config: SearchConfig) -> str:
-    """Return the message that a search does not keep ``nbest`` translations."""
-    if config.width_setting is None:
-        return f"{option('nbest')} must be 1 with search.name={config.name}, but is {nbest}; use another search"
-    width = option(config.width_setting)
-    bound = width if config.lists == 1 else f"{config.lists} x {width}"
-    return (
-        f"{option('nbest')} must be at most {bound}, which is {config.width}, but is {nbest}; "
-        f"raise {width} to {-(-nbest // config.lists)}"
-    )
 
 
 def pad_sources(sources: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, bool]:
@@ -169,7 +147,7 @@ class _Job:
 
     search: Search | RequestSearch
     takes_requests: bool
-    tokenizer: Tokenizer
+    tokenizer: SourceTokenizer
     reader: SourceLines
     details: DetailsReader
     of_nothing: Details
@@ -226,33 +204,21 @@ class _Job:
 def _translate(
     job: _Job, requested: RequestedLines, max_tokens: int, buffer_lines: int, advance: Callable[[int], object]
 ) -> Iterator[list[Translation]]:
-    before, reader = 0, job.reader
-    while buffer := requested.read(buffer_lines):
+    def encode(buffer: Sequence[tuple[str, Request]]) -> list[list[int]]:
         with job.lock:
-            sources = [reader.encode(line) for line, _ in buffer]
-        reader.warn_of_unknown()
-        nothing = Translation(
-            "", 0.0, [], token_scores=job.of_nothing.token_scores, alignment=job.of_nothing.alignment
-        )
-        translations = [[nothing] for _ in buffer]
-        filled = [number for number, source in enumerate(sources) if source]
-        lengths = [len(sources[number]) + 1 for number in filled]
-        advance(len(buffer) - len(filled))
-        for number, length in zip(filled, lengths, strict=True):
-            if length > max_tokens:
-                reader.note_batch(before + number + 1, length, max_tokens)
-        for bucket in length_buckets(lengths, max_tokens, job.width):
-            numbers = [filled[place] for place in bucket]
+            return [job.reader.encode(line) for line, _ in buffer]
+
+    def search(buffer: list[tuple[str, Request]], sources: list[list[int]]) -> Iterator[list[Found]]:
+        for numbers in length_buckets([len(source) + 1 for source in sources], max_tokens, job.width):
             found = job.translate(
                 [buffer[number][0] for number in numbers],
                 [sources[number] for number in numbers],
                 [buffer[number][1] for number in numbers],
             )
-            for number, best in zip(numbers, found, strict=True):
-                translations[number] = best
-            advance(len(numbers))
-        yield from translations
-        before += len(buffer)
-    reader.warn_at_end()
+            yield list(zip(numbers, found, strict=True))
+
+    details = job.of_nothing
+    nothing = Translation("", 0.0, [], token_scores=details.token_scores, alignment=details.alignment)
+    yield from translated(requested.read, encode, search, job.reader, nothing, max_tokens, buffer_lines, advance)
     if requested.problem is not None:
         raise requested.problem

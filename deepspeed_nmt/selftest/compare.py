@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.precision import capability_of, has_bf16
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.selftest.models import (
     Saved,
@@ -77,10 +76,14 @@ def engines(world: World, method: str) -> Iterator[tuple[str, int]]:
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     packed = "+packed" if settings_of(method).model.packed else ""
     names = ["plain", "plain+recompute", *([f"plain{packed}"] if packed else [])]
+    # On a GPU packed sentences attend by another kernel in 16 bit than in fp32.
+    packed_bf16 = bool(packed) and world.device.type == "cuda" and _has_bf16(world)
+    names += ["plain:bf16+packed"] if packed_bf16 else []
     if has_deepspeed:
         names += ["zero0", "zero1", "zero2+recompute", "zero3", f"zero3+recompute{packed}", "offload"]
         names += ["zero2:fp16"] if world.device.type == "cuda" else []
         names += ["zero1:bf16", "zero3:bf16+recompute"] if _has_bf16(world) else []
+        names += ["zero1:bf16+packed"] if packed_bf16 else []
     yield from ((name, 1) for name in names)
     if world.ranks % 2 == 0:
         names = ["plain", *([f"zero1{packed}", "zero3+recompute"] if has_deepspeed else [])]
@@ -163,4 +166,4 @@ def _tolerance(engine: str, world: World) -> float:
 
 
 def _has_bf16(world: World) -> bool:
-    return world.device.type == "cpu" or torch.cuda.get_device_capability(world.device) >= (8, 0)
+    return has_bf16(capability_of(world.device))

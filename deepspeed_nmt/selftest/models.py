@@ -23,7 +23,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import TrainLoader, collate
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import Engine, ParameterState
 from deepspeed_nmt.engine.config import EngineConfig
@@ -115,7 +115,7 @@ def loader_of(directory: Path, world: World, engine: str = "plain", batch: Batch
         batch: sizes of batches.
     """
     batch = batch.model_copy(update={"layout": "packed" if "packed" in engine.split("+") else "padded"})
-    return TrainLoader(Corpus(directory, "train"), batch, 5, world.data_rank, world.data_ranks, VOCABULARY)
+    return TrainLoader.of_corpus(Corpus(directory, "train"), batch, 5, world.data_rank, world.data_ranks, VOCABULARY)
 
 
 def build(

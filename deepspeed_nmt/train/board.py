@@ -10,6 +10,11 @@ from __future__ import annotations
 Layout = dict[str, dict[str, tuple[str, list[str]]]]
 
 _SET = r"^valid/([^/]+/)?"
+_OF_ALL_METHODS = (
+    *("loss", "nll", "ppl", "grad_norm", "lr", "loss_scale"),
+    *("skipped", "spikes", "rollbacks", "target_tokens"),
+)
+"""Values of training that every run has; the others are sums of its objective."""
 
 
 def _chart(*patterns: str) -> tuple[str, list[str]]:
@@ -19,7 +24,7 @@ def _chart(*patterns: str) -> tuple[str, list[str]]:
 LAYOUT: Layout = {
     "Loss": {
         "training and validation, nats per token": _chart(r"^train/(loss|nll)", rf"{_SET}(loss|nll)"),
-        "further sums of the objective": _chart(r"^train/(divergence|ald|length)"),
+        "further sums of the objective": _chart(rf"^train/(?!({'|'.join(_OF_ALL_METHODS)})$)[^/]+"),
     },
     "Quality": {
         "metrics of all validation sets": _chart(rf"{_SET}(?!(loss|nll|ppl)$)[^/]+"),

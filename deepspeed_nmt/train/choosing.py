@@ -10,11 +10,15 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.parallel.collectives import from_main
 from deepspeed_nmt.train.events import Detail, Events
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import LateValidation, Session, Validation
+from deepspeed_nmt.train.session import Session
+from deepspeed_nmt.train.validation import LateResult, Validation
+
+IsSignificantlyBetter = Callable[[int, int], bool]
+"""Function of two updates, True if the first one's translations are significantly better."""
 
 
-def judge(
-    progress: Progress, update: int, found: Validation, gains: Callable[[int, int], bool]
+def update_best(
+    progress: Progress, update: int, validation: Validation, is_significantly_better: IsSignificantlyBetter
 ) -> tuple[Progress, bool]:
     """Return the progress after a validation, and True if it is the best so far.
 
@@ -23,98 +27,98 @@ def judge(
     Args:
         progress: before.
         update: update of the validation.
-        found: the validation.
-        gains: function of two updates, True if the first one's translations are significantly better.
+        validation: the validation.
+        is_significantly_better: compares translations.
     """
-    if not found.improves_on(progress):
-        counts = found.score != -math.inf
-        return replace(progress, validations_since_best=progress.validations_since_best + counts), False
-    before = progress.best_score
-    compared = before is not None and math.isfinite(before) and progress.best_by in (None, found.best_by)
-    resets = (
-        not compared
-        or found.score < found.least  # only losses are compared
-        or gains(update, progress.patience_update or progress.best_update)
+    since = progress.validations_since_best
+    if not validation.improves_on(progress):
+        return replace(progress, validations_since_best=since + (validation.score != -math.inf)), False
+    by, before = validation.choice.by, progress.best_score
+    is_comparable = before is not None and math.isfinite(before) and progress.best_by in (None, by)
+    resets_patience = (
+        not is_comparable
+        or validation.is_near_chance
+        or is_significantly_better(update, progress.patience_update or progress.best_update)
     )
     return replace(
         progress,
-        best_score=found.score,
-        best_loss=found.loss,
-        best_by=found.best_by,
+        best_score=validation.score,
+        best_loss=validation.loss,
+        best_by=by,
         best_update=update,
-        validations_since_best=0 if resets else progress.validations_since_best + 1,
-        patience_update=update if resets else progress.patience_update,
+        validations_since_best=0 if resets_patience else since + 1,
+        patience_update=update if resets_patience else progress.patience_update,
     ), True
 
 
-def take_late(session: Session, progress: Progress) -> tuple[Progress, bool]:
-    """Log late values that have come, and choose by them. All ranks call it together.
+def apply_late_results(session: Session, progress: Progress) -> tuple[Progress, bool]:
+    """Log late values that have come, and update the best checkpoint by them. All ranks call it together.
 
     Returns:
         The progress, and True if another checkpoint is the best now.
     """
-    late = session.validator.late(progress.awaited)
-    if not late:
+    results = session.validator.late_results(progress.awaited)
+    if not results:
         return progress, False
-    for each in late:
-        if each.values:
-            values = {**each.values, "train/target_tokens": float(each.target_tokens)}
-            session.metrics.log_earlier(each.update, values)
+    for result in results:
+        session.metrics.log_late(result)
     session.saver.finish()  # a checkpoint that is still being written is kept, too
-    kept = from_main(session.store.names() if session.world.is_main else None, session.world)
-    updates = [session.store.update_of(name) for name in kept]
-    return choose_late(progress, late, updates, session.validator.gains, warn=session.world.is_main)
+    names = from_main(session.store.names() if session.world.is_main else None, session.world)
+    kept = [session.store.update_of(name) for name in names]
+    is_significantly_better = session.validator.is_significantly_better
+    return update_best_late(progress, results, kept, is_significantly_better, warn=session.world.is_main)
 
 
-def choose_late(
+def update_best_late(
     progress: Progress,
-    late: Sequence[LateValidation],
+    results: Sequence[LateResult],
     kept: Collection[int],
-    gains: Callable[[int, int], bool],
+    is_significantly_better: IsSignificantlyBetter,
     *,
     warn: bool,
 ) -> tuple[Progress, bool]:
-    """Return the progress after awaited scores have come, and True if another checkpoint is the best now.
+    """Return the progress after pending scores have come, and True if another checkpoint is the best now.
 
     Args:
         progress: before.
-        late: validations, oldest first.
+        results: late results, oldest first.
         kept: updates that have checkpoints.
-        gains: as for :func:`judge`.
+        is_significantly_better: compares translations.
         warn: True on rank 0.
     """
-    changed = False
-    for each in late:
-        if each.update not in progress.awaited or each.found is None:
+    has_changed = False
+    for result in results:
+        update, validation = result.update, result.validation
+        if update not in progress.awaited or validation is None:
             continue
-        progress = replace(progress, awaited=tuple(other for other in progress.awaited if other != each.update))
-        if each.found.best_by != progress.best_by:  # another measure chooses by now
+        progress = replace(progress, awaited=tuple(other for other in progress.awaited if other != update))
+        if validation.choice.by != progress.best_by:  # another measure chooses by now
             continue
-        after, best = judge(progress, each.update, each.found, gains)
-        if best and each.update not in kept:
+        after, is_best = update_best(progress, update, validation, is_significantly_better)
+        if is_best and update not in kept:
             if warn:
                 logger.warning(
                     "%s of update %d is the best so far, but its checkpoint was not kept; raise validation.late_keep",
-                    each.found.best_by,
-                    each.update,
+                    validation.choice.by,
+                    update,
                 )
             continue
-        progress, changed = after, changed or best
-    return progress, changed
+        progress, has_changed = after, has_changed or is_best
+    return progress, has_changed
 
 
-def record_best(events: Events, progress: Progress, found: Validation) -> None:
+def record_best(events: Events, progress: Progress, validation: Validation) -> None:
     """Record that a validation is the best so far, by its score, or by its loss as long as only losses are compared.
 
     Args:
         events: events of the run.
         progress: after it.
-        found: the newest validation, whose scores are by the same measure.
+        validation: the newest validation, whose scores are by the same measure.
     """
-    score, loss, measure = progress.best_score, progress.best_loss, found.best_by.partition(" ")[0]
-    value: float | None = None if score is None else found.sign * score
-    decimals = found.decimals
-    if score is None or score < found.least:
+    choice, score, loss = validation.choice, progress.best_score, progress.best_loss
+    measure, decimals = choice.by.partition(" ")[0], choice.decimals
+    value: float | None = None if score is None else choice.sign * score
+    if score is None or score < choice.least:
         measure, value, decimals = f"{measure.rpartition('/')[0]}/loss", loss, 4
     if value is None or not math.isfinite(value):
         return
@@ -123,21 +127,22 @@ def record_best(events: Events, progress: Progress, found: Validation) -> None:
     events.record("best", progress.update, text, **details, best_update=progress.best_update)
 
 
-def with_awaited(progress: Progress, found: Validation, *, warn: bool) -> Progress:
-    """Return the progress that also awaits the score of a new validation, if that is to come.
+def with_pending_score(progress: Progress, validation: Validation, *, warn: bool) -> Progress:
+    """Return the progress that also awaits the score of a new validation, if that is pending.
 
     Args:
         progress: before.
-        found: validation after the newest update.
+        validation: validation after the newest update.
         warn: True on rank 0.
     """
-    if not found.may_await:
+    limit = validation.pending_limit
+    if not limit:
         return progress
     awaited = (*progress.awaited, progress.update)
-    for update in awaited[: -found.may_await] if warn else ():
+    for update in awaited[:-limit] if warn else ():
         logger.warning(
             "%s of update %d has not come, and its checkpoint is no longer kept for it (validation.late_keep)",
-            found.best_by,
+            validation.choice.by,
             update,
         )
-    return replace(progress, awaited=awaited[-found.may_await :])
+    return replace(progress, awaited=awaited[-limit:])

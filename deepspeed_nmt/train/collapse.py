@@ -61,11 +61,11 @@ class CollapseConfig(Config):
 
 
 class CollapseMonitor:
-    """Measurement and judgement of source reliance.
+    """Measurement and check of source reliance.
 
     Args:
         config: settings.
-        grace: updates before the first judgement, used if the configuration leaves them open.
+        grace: updates before the first check, used if the configuration leaves them open.
         validation: validation set that the slice is taken from.
         replica: the model.
         objective: objective of the run, whose likelihood is measured.
@@ -130,8 +130,8 @@ class CollapseMonitor:
             values[f"collapse/cross_share/layer_{layer:02}"] = crossed / max(attended + crossed + fed, 1e-30)
         return values
 
-    def judge(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
-        """Judge a measurement.
+    def check(self, update: int, values: dict[str, float], bad: int) -> tuple[int, str]:
+        """Check a measurement.
 
         With ``action=warn``, warn after ``patience`` bad measurements in a row, and again after as many more. With
         ``action=stop``, ask for a stop after ``patience`` of them, and again after each further one: a run that is

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_nmt.console import logger
+from deepspeed_nmt.directories import made
 from deepspeed_nmt.errors import ConfigError, shown_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,7 +53,7 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
     Reserving finds quotas, which the free space of a disk does not show. Some file systems cannot reserve.
 
     Args:
-        directory: of the checkpoints; made if it does not exist.
+        directory: of the checkpoints; made while it is checked, if it does not exist.
         size: of a checkpoint in bytes.
         rotation: number of checkpoints that are on disk at once.
         present: number of checkpoints that exist.
@@ -62,14 +63,14 @@ def check_can_save(directory: Path, size: int, rotation: Rotation, present: int)
     """
     count = min(2, rotation.to_come(present))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        free, within_quota = shutil.disk_usage(directory).free, True
-        if free >= count * size:  # otherwise reserving would take all of it for a moment
-            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-                within_quota = _reserve(file.fileno(), count * size)
-                if within_quota:
-                    file.write(b"written")
-                    os.fsync(file.fileno())
+        with made(directory):
+            free, within_quota = shutil.disk_usage(directory).free, True
+            if free >= count * size:  # otherwise reserving would take all of it for a moment
+                with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                    within_quota = _reserve(file.fileno(), count * size)
+                    if within_quota:
+                        file.write(b"written")
+                        os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
             f"{directory} must be writable to save the run, but is not ({error.strerror or error}); correct that, or "

@@ -65,7 +65,7 @@ class Events:
         if self._file is None:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry = {"time": now, "update": update, "event": event, "text": " ".join(text.split()), **_finite(details)}
+        entry = {"time": now, "update": update, "event": event, "text": " ".join(text.split()), **finite(details)}
         line = json.dumps(entry, ensure_ascii=False)
         with self._lock:
             try:
@@ -130,7 +130,7 @@ def _append(file: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def _finite(details: Mapping[str, Detail]) -> dict[str, Detail]:
-    """Return details that are valid JSON."""
-    odd = [key for key, value in details.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {**details, **dict.fromkeys(odd)}
+def finite(values: Mapping[str, Detail]) -> dict[str, Detail]:
+    """Return values for JSON, with None for numbers that are not finite."""
+    odd = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {**values, **dict.fromkeys(odd)}

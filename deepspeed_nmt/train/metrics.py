@@ -1,34 +1,6 @@
 """Metrics of a run: one ``log()`` for the console, ``metrics.jsonl`` and TensorBoard.
 
-Tags:
-
-- ``train/loss``: the objective, per target token (nats), with the weights of pairs.
-- ``train/nll``, ``train/ppl``: negative log-likelihood per target token (nats), and its exponential, without weights.
-- ``train/divergence``, ``train/ald``, ...: further sums of the objective, without their factors, per target token.
-- ``train/CORPUS/nll``, ``data/CORPUS/share``: of several corpora, the negative log-likelihood per target token of
-  each, and its share of the target tokens.
-- ``data/CORPUS/epochs``, ``data/CORPUS/target_tokens``: what the run has read of each since it began.
-- ``train/grad_norm``: norm of the gradient before clipping.
-- ``train/lr``, ``train/loss_scale``: of the last update.
-- ``train/skipped``, ``train/spikes``: number of such updates since the last start.
-- ``train/rollbacks``, ``train/target_tokens``: numbers since the run began.
-- ``valid/loss``, ``valid/nll``, ``valid/ppl``: the same on the validation set.
-- ``valid/bleu``, ``valid/bleu_tokenised``, ...: metrics of the validation set, translated by the run's search.
-- ``valid/NAME``: of a program that is a metric; of a late one, under the update that it belongs to.
-- ``valid/samples``: translations of a few sentences, as text in TensorBoard.
-- ``valid/SET/loss``, ``valid/SET/bleu``, ...: the same of a validation set with a name, or of ``mean`` over all sets.
-- ``collapse/source_reliance``, ``collapse/nll``: nats per target token, see :mod:`deepspeed_nmt.train.collapse`.
-- ``collapse/cross_share/layer_NN``: share of cross-attention in the update of a decoder layer.
-- ``collapse/seconds``: duration of the measurement.
-- ``norm/gradient/PART``, ``norm/update/PART``: norms of the gradient before clipping, and of the change of the
-  weights in one update, of a layer or another part of the model; see :mod:`deepspeed_nmt.train.norms`.
-- ``perf/target_tokens_per_s``: target tokens a second over all ranks.
-- ``perf/hours``: hours spent in updates, over all restarts.
-- ``perf/padding``: share of positions that are padding.
-- ``perf/data_wait``: share of time spent waiting for data.
-- ``perf/memory``: peak of this rank (GiB).
-- ``perf/mfu``: model FLOPs of real tokens, recomputation not counted, as a share of the GPUs' dense 16-bit peak; for
-  known GPUs.
+docs/metrics.md has the tags with their units and meanings.
 """
 
 from __future__ import annotations
@@ -36,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -46,6 +19,9 @@ from tqdm import tqdm
 from deepspeed_nmt.console import ON_BAR, logger
 from deepspeed_nmt.files import atomic_write_bytes, parse_json
 from deepspeed_nmt.train.board import LAYOUT
+from deepspeed_nmt.train.events import finite
+from deepspeed_nmt.train.progress import Progress
+from deepspeed_nmt.train.validation import LateResult
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +30,8 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+TARGET_TOKENS = "train/target_tokens"
+"""Tag of the target tokens seen so far, in each entry: the axis of curves."""
 
 _SHORT = {
     "train/loss": "loss",
@@ -101,24 +79,19 @@ class Metrics:
         )
         self._max_updates = max_updates
 
-    def log(self, update: int, values: dict[str, float], note: str = "") -> None:
-        """Log values.
+    def log(self, progress: Progress, values: dict[str, float], note: str = "") -> None:
+        """Log values after the newest update.
 
         Args:
-            update: number of the update.
+            progress: after that update.
             values: by tag.
             note: words for the console's line.
         """
         if not self._active:
             return
-        try:
-            self._write(update, values)
-            self._reported = False
-        except OSError as error:
-            self._board = None
-            self._report(error)
-        named = [(_label(tag), tag, value) for tag, value in values.items()]
-        shown = ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
+        update = progress.update
+        self._write(update, progress.target_tokens, values)
+        shown = _shown(values)
         if not shown:
             return
         if self._bar is not None:
@@ -127,23 +100,12 @@ class Metrics:
         on_bar = self._bar is not None and "valid/loss" not in values
         logger.info("update %d/%d%s: %s", update, self._max_updates, note, shown, extra={ON_BAR: on_bar})
 
-    def log_earlier(self, update: int, values: dict[str, float]) -> None:
-        """Log values of an update that was logged before, which have come late.
-
-        Args:
-            update: number of the update.
-            values: by tag.
-        """
-        if not self._active:
+    def log_late(self, result: LateResult) -> None:
+        """Log the values of a late result, if it has any, under the update that they belong to."""
+        if not self._active or not result.values:
             return
-        try:
-            self._write(update, values)
-        except OSError as error:
-            self._board = None
-            self._report(error)
-        named = [(_label(tag), tag, value) for tag, value in values.items()]
-        shown = ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
-        logger.info("late values of update %d: %s", update, shown)
+        self._write(result.update, result.target_tokens, result.values)
+        logger.info("late values of update %d: %s", result.update, _shown(result.values))
 
     def text(self, update: int, tag: str, markdown: str) -> None:
         """Show a text in TensorBoard.
@@ -155,12 +117,8 @@ class Metrics:
         """
         if not self._active:
             return
-        try:
+        with self._reporting():
             self._opened_board().add_text(tag, markdown, update)
-            self._reported = False
-        except OSError as error:
-            self._board = None
-            self._report(error)
 
     def draw(self, update: int, images: Mapping[str, NDArray[np.uint8]]) -> None:
         """Show images in TensorBoard.
@@ -171,21 +129,29 @@ class Metrics:
         """
         if not self._active or not images:
             return
-        try:
+        with self._reporting():
             board = self._opened_board()
             for tag, image in images.items():
                 board.add_image(tag, image, update, dataformats="HW")
+
+    def _write(self, update: int, target_tokens: int, values: Mapping[str, float]) -> None:
+        values = {**values, TARGET_TOKENS: float(target_tokens)}
+        with self._reporting():
+            self._file.write(json.dumps({"update": update, **finite(values)}, allow_nan=False) + "\n")
+            self._file.flush()
+            board = self._opened_board()
+            for tag, value in values.items():
+                board.add_scalar(tag, value, update)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report an error of writing, unless what came before could not be written, either. Training continues."""
+        try:
+            yield
             self._reported = False
         except OSError as error:
             self._board = None
             self._report(error)
-
-    def _write(self, update: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"update": update, **values}) + "\n")
-        self._file.flush()
-        board = self._opened_board()
-        for tag, value in values.items():
-            board.add_scalar(tag, value, update)
 
     def _opened_board(self) -> SummaryWriter:
         """Return TensorBoard's writer; open a file whose entries replace those of a run that died."""
@@ -232,6 +198,12 @@ def _before(line: bytes, update: int) -> bool:
         return int(parse_json(line)["update"]) <= update
     except (ValueError, KeyError, TypeError):
         return False  # the last line of a run that died while writing it, or a damaged one
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    """Return the values that the console shows, with their words."""
+    named = [(_label(tag), tag, value) for tag, value in values.items()]
+    return ", ".join(f"{label} {_format(tag, value)}" for label, tag, value in named if label)
 
 
 def _label(tag: str) -> str:

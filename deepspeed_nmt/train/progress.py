@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_nmt.data.mixture import Phase
 
@@ -25,7 +25,7 @@ class Progress:
         validations_since_best: number of validations since the best one, for early stopping; since the last
             significant gain if ``validation.significant`` is set.
         patience_update: update of that validation; 0 in older checkpoints, which reset it at each gain.
-        awaited: updates of validations whose scores are to come, oldest first.
+        awaited: updates of validations whose scores are pending, oldest first.
         skipped: number of consecutive skipped updates up to this one.
         rollbacks: number of rollbacks so far.
         retries: number of rollbacks since the run last passed ``failed_at``.
@@ -52,3 +52,14 @@ class Progress:
     failed_at: int = 0
     bad_measurements: int = 0
     phases: tuple[Phase, ...] = ()
+
+    def with_choice_of(self, other: Progress) -> Progress:
+        """Return this progress with the choice of the best checkpoint of another one."""
+        return replace(self, **{name: getattr(other, name) for name in _CHOICE})
+
+
+_CHOICE = (
+    *("best_score", "best_loss", "best_by", "best_update"),
+    *("validations_since_best", "patience_update", "awaited"),
+)
+"""Fields that choose the best checkpoint and stop early. Scores that come late change them, and nothing else."""

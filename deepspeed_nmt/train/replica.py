@@ -21,6 +21,7 @@ class Replica:
     """
 
     def __init__(self, model: TranslationModel, engine: Engine, dtype: torch.dtype = torch.float32) -> None:
+        assert not list(model.buffers()), "weights are all that the engine gives"
         self._model = model.to("cpu", dtype).eval()
         self._engine = engine
         self._update: int | None = None
@@ -31,14 +32,18 @@ class Replica:
 
         All ranks call it together.
         """
+        device = self._engine.device
         try:
-            self._model.to(self._engine.device)
             if self._update != update:
+                self._update = None
+                if device.type != "cpu":  # old weights are not copied to a GPU, only to be overwritten there
+                    self._model.to_empty(device=device)
                 own = dict(self._model.named_parameters())
                 with torch.no_grad():
                     for state in self._engine.parameters():
                         own[state.name].copy_(state.weight)
                 self._update = update
+            self._model.to(device)
             yield self._model
         finally:
             self._model.cpu()

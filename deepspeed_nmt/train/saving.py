@@ -15,10 +15,11 @@ from types import TracebackType
 
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.engine.base import Engine, EngineScalars, ParameterState
-from deepspeed_nmt.engine.host_memory import HostBuffer, available_bytes
+from deepspeed_nmt.engine.host_memory import HostBuffer
 from deepspeed_nmt.errors import shown_bytes
 from deepspeed_nmt.parallel.agreement import fail_together
 from deepspeed_nmt.parallel.collectives import from_main
+from deepspeed_nmt.parallel.host_memory import available_bytes
 from deepspeed_nmt.parallel.watchdog import Watchdog
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.disk import DiskWatch, Rotation
@@ -131,11 +132,6 @@ class Saver:
         if not self._problem:
             self.saved_at = self._pending
         self._pending = None
-
-    @property
-    def is_writing(self) -> bool:
-        """True while this rank writes a checkpoint in the background."""
-        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Wait on this rank until nothing is written any more, and release the copy."""

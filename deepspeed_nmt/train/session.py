@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
@@ -15,9 +13,6 @@ from deepspeed_nmt.train.notify import words_of
 from deepspeed_nmt.train.progress import Progress
 
 if TYPE_CHECKING:  # the settings are read by commands that do not train
-    import numpy as np
-    from numpy.typing import NDArray
-
     from deepspeed_nmt.data.loader import TrainLoader
     from deepspeed_nmt.engine.base import Engine
     from deepspeed_nmt.parallel.watchdog import Watchdog
@@ -26,11 +21,11 @@ if TYPE_CHECKING:  # the settings are read by commands that do not train
     from deepspeed_nmt.train.events import Events
     from deepspeed_nmt.train.metrics import Metrics
     from deepspeed_nmt.train.optimizer import OptimizerConfig, ScheduleConfig
-    from deepspeed_nmt.train.progress import Progress
     from deepspeed_nmt.train.saving import Saver
     from deepspeed_nmt.train.signals import StopRequest
     from deepspeed_nmt.train.store import CheckpointStore
     from deepspeed_nmt.train.throughput import Workload
+    from deepspeed_nmt.train.validation import Validator
 
 Probe = Literal["auto", "always", "never"]
 Save = Literal["background", "blocking"]
@@ -96,92 +91,6 @@ class TrainingConfig(Config):
             or bool(self.max_epochs and progress.epoch >= self.max_epochs)
             or bool(self.patience and progress.validations_since_best >= self.patience)
         )
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Result of a validation.
-
-    Attributes:
-        values: values for the log, by tag.
-        best_by: tag of the value that chooses the best checkpoint.
-        score: that value, with its sign changed if smaller ones are better; -inf if it is not known.
-        loss: validation loss, which decides between equal scores.
-        least: score below which only losses are compared.
-        decimals: number of printed decimals; scores that are equal in them are equal.
-        sign: -1 if the score is the value with its sign changed.
-        may_await: number of newest validations whose scores may be awaited, if the score is to come; otherwise 0.
-        samples: translations of a few sentences, in Markdown, by tag.
-        images: grey images for the log, by tag, on rank 0. Shape: (height,width) each
-    """
-
-    values: dict[str, float]
-    best_by: str
-    score: float
-    loss: float
-    least: float = -math.inf
-    decimals: int = 2
-    sign: int = 1
-    may_await: int = 0
-    samples: Mapping[str, str] = field(default_factory=dict)
-    images: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-
-    def improves_on(self, progress: Progress) -> bool:
-        """Return True if this validation is better than the best so far: by its score, at equal scores by its loss.
-
-        Scores by different measures are not compared: the first one by a new measure is the best.
-        """
-        if progress.best_score is None or progress.best_by not in (None, self.best_by):
-            return True
-        best_loss = math.inf if progress.best_loss is None else progress.best_loss
-        return self._rank(self.score, self.loss) > self._rank(progress.best_score, best_loss)
-
-    def _rank(self, score: float, loss: float) -> tuple[float, float]:
-        """Return a key that sorts validations, the best last; NaN is worse than any number."""
-        shown = round(score, self.decimals) if score >= self.least else -math.inf
-        return shown, -math.inf if math.isnan(loss) else -loss
-
-
-@dataclass(frozen=True)
-class LateValidation:
-    """A validation some of whose values come late.
-
-    Attributes:
-        update: update after which the model was validated.
-        values: values that have come since the last question, by tag.
-        target_tokens: target tokens that the run had seen.
-        found: the validation with all values that choose; None while one of them is to come.
-    """
-
-    update: int
-    values: dict[str, float]
-    target_tokens: int
-    found: Validation | None
-
-
-class Validator(Protocol):
-    """Validator of the model after the newest update. All ranks call it together and get the same result."""
-
-    def __call__(self, progress: Progress) -> Validation:
-        """Validate after the newest update."""
-        ...
-
-    def late(self, awaited: Sequence[int]) -> Sequence[LateValidation]:
-        """Return the late values that have come, and what is known of awaited validations, oldest first.
-
-        Args:
-            awaited: updates of validations whose scores are awaited.
-        """
-        ...
-
-    def gains(self, update: int, over: int) -> bool:
-        """Return True if translations are significantly better than others, or significance does not matter.
-
-        Args:
-            update: update after which the translations were made.
-            over: update of the others.
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,16 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deepspeed_nmt.console import logger
-from deepspeed_nmt.directories import remove, remove_directory, replace_directory
+from deepspeed_nmt.directories import remove_directory, restore_directories, staged
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
-from deepspeed_nmt.engine.gathering import SHARD_BYTES
+from deepspeed_nmt.engine.checkpoint_size import SHARD_BYTES
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.files import atomic_write_text, sync_directory
+from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
 from deepspeed_nmt.train.progress import Progress
 
 _NAME = re.compile(r"update-(\d{7,})")
+_AVERAGE = "average"
 
 
 class CheckpointStore:
@@ -61,6 +61,10 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("update-*") if path.is_dir())
         return [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
 
+    def restore(self) -> None:
+        """Restore checkpoints that a killed process had moved away to replace them."""
+        restore_directories(self.directory, _NAME.pattern, _is_whole, clear=False)
+
     @staticmethod
     def update_of(name: str) -> int:
         """Return the update of a checkpoint's name."""
@@ -76,11 +80,7 @@ class CheckpointStore:
             until: name of the newest checkpoint that counts; None for any.
         """
         names = [name for name in self.names() if until is None or _update(name) <= _update(until)]
-        for name in reversed(names):
-            try:
-                progress = self.read(name, verify=False).progress
-            except CheckpointError:
-                continue
+        for progress in filter(None, map(self.progress, reversed(names))):
             if progress.best_score is not None and _name(progress.best_update) in names:
                 return _name(progress.best_update)
         return None
@@ -214,26 +214,27 @@ class CheckpointStore:
         name = _name(progress.update)
         states = iter(states)
         try:
-            if not self._holds(name, progress, scalars):
+            if (same := self._same(name, progress, scalars)) is None:
                 self._write(name, progress, scalars, states, self._record)
+            elif same.progress != progress:
+                same.restate(progress)
         finally:
             for _ in states:
                 pass
         self._prune(name, progress.awaited)
         self._write_pointers(name)
 
-    def _holds(self, name: str, progress: Progress, scalars: EngineScalars) -> bool:
-        """Return True if this very checkpoint exists and is good.
+    def _same(self, name: str, progress: Progress, scalars: EngineScalars) -> Checkpoint | None:
+        """Return the good checkpoint that has this state of training, but perhaps another choice of the best one.
 
         A checkpoint of the same update may be damaged, or stem from before a rollback.
         """
-        if not (self.directory / name).is_dir():
-            return False
         try:
             found = self.read(name)
         except CheckpointError:
-            return False
-        return found.progress == progress and found.scalars == scalars
+            return None
+        same = found.scalars == scalars and found.progress.with_choice_of(progress) == progress
+        return found if same else None
 
     def rewind(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Make an older checkpoint the newest one, with other progress; later checkpoints are removed.
@@ -272,8 +273,8 @@ class CheckpointStore:
             for name, weight in checkpoint.weights().items():
                 total[name] = total[name] + weight.double() if name in total else weight.double()
         states = (ParameterState(name, (weight / len(checkpoints)).float()) for name, weight in total.items())
-        self._write("average", newest.progress, EngineScalars(), states, newest.run)
-        return self.directory / "average"
+        self._write(_AVERAGE, newest.progress, EngineScalars(), states, newest.run)
+        return self.directory / _AVERAGE
 
     def _write(
         self,
@@ -284,34 +285,29 @@ class CheckpointStore:
         record: RunRecord | None,
     ) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        temporary = self.directory / f".{name}.tmp"
-        # One process at a time trains here, and one averages: other such directories are of killed processes.
-        for orphan in self.directory.glob(".update-*.tmp" if name.startswith("update-") else f".{name}*.tmp"):
-            remove(orphan)
-        temporary.mkdir()
+        # One process at a time trains here, and one averages: what else is hidden is of killed processes.
+        names = name if name == _AVERAGE else _NAME.pattern
+        restore_directories(self.directory, names, _is_whole, clear=True)
         try:
-            weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
-            for state in states:
-                weights.add(state.name, state.weight)
-                for which, moment in state.moments.items():
-                    moments.add(f"{state.name}.{which}", moment)
-            weight_files, moment_files = weights.close(), moments.close()
-            write_state(temporary / "state.json", progress, scalars)
-            if record is not None:
-                atomic_write_text(temporary / RUN_FILE, record.model_dump_json(indent=1))
-            CheckpointManifest(
-                format=2,
-                weights=weight_files,
-                moments=moment_files,
-                run=None if record is None else RUN_FILE,
-                files={file.name: FileRecord.of(file) for file in sorted(temporary.iterdir())},
-            ).write(temporary)
-            replace_directory(self.directory / name, temporary)
-            sync_directory(self.directory)
+            with staged(self.directory / name) as temporary:
+                weights, moments = _ShardWriter(temporary, "weights"), _ShardWriter(temporary, "moments")
+                for state in states:
+                    weights.add(state.name, state.weight)
+                    for which, moment in state.moments.items():
+                        moments.add(f"{state.name}.{which}", moment)
+                weight_files, moment_files = weights.close(), moments.close()
+                write_state(temporary / "state.json", progress, scalars)
+                if record is not None:
+                    atomic_write_text(temporary / RUN_FILE, record.model_dump_json(indent=1))
+                CheckpointManifest(
+                    format=2,
+                    weights=weight_files,
+                    moments=moment_files,
+                    run=None if record is None else RUN_FILE,
+                    files={file.name: FileRecord.of(file) for file in sorted(temporary.iterdir())},
+                ).write(temporary)
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, saved: str, awaited: Iterable[int]) -> None:
         """Remove old checkpoints.
@@ -330,12 +326,17 @@ class CheckpointStore:
             if name not in kept:
                 remove_directory(self.directory / name)
 
-    def _before_skips(self, name: str) -> bool:
-        """Return True if a checkpoint is outside a streak of skipped updates; its tensors are not read."""
+    def progress(self, name: str) -> Progress | None:
+        """Return the progress that a checkpoint records, without reading its tensors; None if it is damaged."""
         try:
-            return self.read(name, verify=False).progress.skipped == 0
+            return self.read(name, verify=False).progress
         except CheckpointError:
-            return False
+            return None
+
+    def _before_skips(self, name: str) -> bool:
+        """Return True if a checkpoint is outside a streak of skipped updates."""
+        progress = self.progress(name)
+        return progress is not None and progress.skipped == 0
 
     def _write_pointers(self, latest: str) -> None:
         """Write ``latest`` and ``best`` for users and their scripts; this program reads neither of them."""
@@ -355,6 +356,14 @@ def _name(update: int) -> str:
 
 def _update(name: str) -> int:
     return int(name.removeprefix("update-"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        Checkpoint(path, verify=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 class _ShardWriter:

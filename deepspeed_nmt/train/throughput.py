@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_nmt.core.batch import CORPUS_SUM
 from deepspeed_nmt.data.loader import Update
 from deepspeed_nmt.engine.base import UpdateResult, add_sums
-from deepspeed_nmt.parallel.collectives import sum_over_data_ranks
+from deepspeed_nmt.parallel.collectives import sum_over_ranks
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.out_of_memory import peak_memory_gib
 
@@ -37,7 +37,7 @@ class Workload:
         return done / (gpu_seconds * self.peak_flops)
 
 
-class Window:
+class LogWindow:
     """Sums since the last line of the log; they stay on the device until the line is due.
 
     Args:
@@ -81,8 +81,14 @@ class Window:
         """Return the window's values over all ranks by tag, and empty it. All ranks call it together."""
         assert self.result is not None
         sums = {name: float(value) for name, value in self.sums.items()}
-        device_sums = {**sums, "positions/padded": float(self.padded), "positions/real": float(self.real)}
-        total = sum_over_data_ranks(device_sums, world)
+        sums |= {"positions/padded": float(self.padded), "positions/real": float(self.real)}
+        if world.tensor_rank != 0:  # of the same micro-batches as the first rank of the group
+            sums = dict.fromkeys(sums, 0.0)
+        # A place for each rank in the same sum, since a maximum would be another synchronisation.
+        peaks = {f"peak/{rank}": 0.0 for rank in range(world.ranks)}
+        peaks[f"peak/{world.rank}"] = peak_memory_gib(world.device)
+        total = sum_over_ranks({**sums, **peaks}, world)
+        memory_gib = max(total.pop(name) for name in peaks)
         padded, real = total.pop("positions/padded"), total.pop("positions/real")
         by_corpus = [total.pop(f"{CORPUS_SUM}{number}", 0.0) for number in range(len(self._corpora))]
         values = {f"train/{name}": value / max(1, self.tokens_of[name]) for name, value in total.items()}
@@ -102,7 +108,7 @@ class Window:
                 "perf/target_tokens_per_s": self.tokens / self.elapsed,
                 "perf/padding": 1.0 - real / padded,
                 "perf/data_wait": self.waited / self.elapsed,
-                "perf/memory": peak_memory_gib(world.device),
+                "perf/memory": memory_gib,
             }
         )
         if self._workload is not None:

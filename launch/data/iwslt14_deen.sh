@@ -22,7 +22,7 @@
 #   --text raw --tokenizer hf:dbmdz/bert-base-german-uncased,bert-base-uncased --max-length 400 --no-dedup
 #   --no-normalise
 #
-# With --text moses: --vocab-size 10000 instead of the BERTs' tokenizers.
+# With --text moses: --vocab-size 10000 --normalization none instead of the BERTs' tokenizers.
 # Train: about 174,000 pairs. Valid: dev2010 and dev2012 (2,052). Test: tst2010 to 2012 (4,698).
 #
 # Started again, it resumes. Test sets of sacreBLEU are read from its cache, $SACREBLEU or ~/.sacrebleu.

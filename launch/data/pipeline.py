@@ -195,7 +195,8 @@ _OWNED = {
 def defaults(task: Task, text: str) -> str:
     """Return the settings of a task as options of its script."""
     ratio = "" if task.ratio is None else f" --ratio {task.ratio:g}"
-    return f"--text {text} {task.vocabulary[text]} --max-length {task.max_length}{ratio} --no-dedup --no-normalise"
+    vocabulary = f"{task.vocabulary[text]}{' --normalization none' if text == 'moses' else ''}"
+    return f"--text {text} {vocabulary} --max-length {task.max_length}{ratio} --no-dedup --no-normalise"
 
 
 def main() -> int:
@@ -290,8 +291,14 @@ def _prepare_words(task: Task, text: str, arguments: argparse.Namespace, more: S
     ratio = task.ratio if arguments.ratio is None else arguments.ratio
     if ratio is None:
         ratio = float(max(1, length))  # removes nothing: a ratio cannot exceed the length
+    models = any(word.partition("=")[0] == "--sentencepiece" for word in more)  # the user's, with rules of their own
+    if not vocabulary and not models:
+        vocabulary = task.vocabulary[text].split()
+    # The papers segment Moses' tokens as they are: NFKC would rewrite characters that their BPE keeps.
+    if text == "moses" and "--vocab-size" in vocabulary:
+        vocabulary += ["--normalization", "none"]
     # Words of the user stand where no option takes several values, which would take a stray word for one more.
-    words = ["--ratio-from", "1", *more, "--out", str(out / "data"), *(vocabulary or task.vocabulary[text].split())]
+    words = ["--ratio-from", "1", *vocabulary, *more, "--out", str(out / "data")]
     words += ["--max-length", str(length), "--max-ratio", f"{ratio:g}"]
     words += ["--workers", str(arguments.threads)]
     words += [] if arguments.dedup else ["--keep-duplicates"]

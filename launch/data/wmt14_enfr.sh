@@ -2,7 +2,7 @@
 # WMT 2014 English to French: about 36 million pairs, as in "What Works and Doesn't Work, A Deep Decoder for Neural
 # Machine Translation" (anonymous ACL submission) and "Recurrent multiple shared layers in Depth for Neural Machine
 # Translation" (Li and Li 2021). "Depth Growing for Neural Machine Translation" (Wu et al. 2019) has a vocabulary of
-# 45,000: --vocab-size 45000 --normalise.
+# 45,000: --out data/wmt14_enfr_growing --vocab-size 45000 --normalise.
 #
 #   launch/data/wmt14_enfr.sh [--out DIR] [--from DIR] [--text raw|moses] [OPTION ...]
 #
@@ -18,14 +18,14 @@
 #   --dedup             leave out training pairs that were seen before (--no-dedup keeps them)
 #   --threads N         number of processes [all cores]
 #
-# Other options are those of `deepspeed-nmt prepare`. The defaults are the paper's, and 250 tokens, which it does not
-# state:
+# Other options are those of `deepspeed-nmt prepare`. The defaults are the papers', and 250 tokens and a ratio of 1.5 as
+# in fairseq's scripts, which the first two papers do not state:
 #
-#   --text moses --vocab-size 40000 --max-length 250 --ratio 1.5 --no-dedup --no-normalise
+#   --text moses --vocab-size 40000 --normalization none --max-length 250 --ratio 1.5 --no-dedup --no-normalise
 #
-# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. They have more pairs than the papers' 36 million, whose
-# filter is not stated; the ratio is that of fairseq's scripts. Valid: newstest2012 and 2013 (sacreBLEU's wmt12, wmt13).
-# Test: newstest2014 (wmt14/full).
+# Train: Europarl v7, Common Crawl, UN, News Commentary v9, Giga. They have more pairs than the papers' 36 million; only
+# "Depth Growing" says how they were filtered: by fairseq's scripts. Valid: newstest2012 and 2013 (sacreBLEU's wmt12,
+# wmt13). Test: newstest2014 (wmt14/full).
 #
 # Started again, it resumes. Test sets of sacreBLEU are read from its cache, $SACREBLEU or ~/.sacrebleu.
 

@@ -19,7 +19,7 @@
 # Other options are those of `deepspeed-nmt prepare`. The defaults are the paper's, and 250 tokens, which it does not
 # state:
 #
-#   --text moses --vocab-size 32000 --max-length 250 --no-dedup --no-normalise
+#   --text moses --vocab-size 32000 --normalization none --max-length 250 --no-dedup --no-normalise
 #
 # Train: Europarl v7, Common Crawl, News Commentary v11. Valid: newstest2013 (sacreBLEU's wmt13). Test: newstest2014
 # (wmt14/full).

@@ -19,7 +19,7 @@
 # Other options are those of `deepspeed-nmt prepare`. The defaults are the paper's, and 250 tokens, which it does not
 # state:
 #
-#   --text moses --vocab-size 32000 --max-length 250 --no-dedup --no-normalise
+#   --text moses --vocab-size 32000 --normalization none --max-length 250 --no-dedup --no-normalise
 #
 # Train: Europarl v7, Common Crawl, News Commentary v13, Rapid 2016. Valid (the paper has none): newstest2017
 # (sacreBLEU's wmt17). Test: newstest2018 (wmt18).

@@ -27,12 +27,12 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, collate
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.base import MOMENTS, Engine
+from deepspeed_nmt.engine.checkpoint_size import checkpoint_bytes
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.ds_config import load_ds_config
-from deepspeed_nmt.engine.gathering import checkpoint_bytes
 from deepspeed_nmt.engine.host_memory import HostBuffer
 from deepspeed_nmt.engine.settings import resolve_engine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
@@ -120,7 +120,7 @@ def count(directory: Path, name: str, world: World) -> dict[str, Any]:
 
     with patch.object(deepspeed, "initialize", watched):
         engine = build_engine(resolve_engine(settings, 1.0, world), module, optimizer, world, dummy)
-    loader = TrainLoader(
+    loader = TrainLoader.of_corpus(
         corpus, BatchConfig(update_tokens=200, micro_tokens=200), 1, world.data_rank, world.data_ranks, V
     )
     update = next(iter(loader.updates(Cursor(), 1)))

@@ -17,7 +17,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader, collate
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import build_engine
 from deepspeed_nmt.engine.config import EngineConfig
 from deepspeed_nmt.engine.settings import resolve_engine
@@ -72,7 +72,7 @@ def training(directory: Path, world: World) -> dict[str, Any]:
             drawn["between" if x.shape[-1] == config.dim else "inside"].append(equal(mask))
         return mask
 
-    loader = TrainLoader(
+    loader = TrainLoader.of_corpus(
         corpus, BatchConfig(update_tokens=300, micro_tokens=200), 5, world.data_rank, world.data_ranks, V
     )
     torch_ops._mask = watched

@@ -45,6 +45,14 @@ def test_published_figures_are_those_of_the_papers_page() -> None:
         assert [figure for figure in figures if figure not in row or figure not in PAGE] == [], recipe
 
 
+def test_the_first_warning_follows_from_the_defaults() -> None:
+    config = load_config("deep_decoder_big_54")
+    monitor = config.collapse
+    first = (config.schedule.warmup_updates * 2 // monitor.every + monitor.patience) * monitor.every
+    assert monitor.grace == 0 and monitor.patience == 2
+    assert f"logged every {monitor.every} updates" in PAGE and f"at update {first:,} at the earliest" in PAGE
+
+
 def test_settings_that_must_stay_are_those_of_the_program() -> None:
     section = PAGE.split("## Which settings may change")[1].split("All others may change")[0]
     named = {name.removesuffix(".*") for name in re.findall(r"`([a-z_]+\.[a-z_*]+)`", section)}

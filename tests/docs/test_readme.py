@@ -157,14 +157,32 @@ def test_named_files_exist(page: Path) -> None:
             assert (ROOT / name).exists() or (ROOT / "deepspeed_nmt" / name).exists(), f"{page.name}: {name}"
 
 
-def test_figures_of_the_readme_are_measured() -> None:
-    text = README.read_text(encoding="utf-8")
-    section = text.split("\n## Measured\n")[1].split("\n## ")[0]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    shown = re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)", "]", table))
-    assert len(shown) > 8
-    measured = set(re.findall(r"\d[\d,.]*\d", (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")))
+FIGURE = re.compile(r"\d[\d,.]*\d")
+
+
+def measured_parts() -> Iterator[str]:
+    """Yield the parts of the README that report measurements, without code and the targets of links."""
+    text = re.sub(r"\]\([^)]*\)|`[^`\n]*`", "]", README.read_text(encoding="utf-8"))
+    start, *sections = re.split(r"^## ", text, flags=re.M)
+    by_title = {section.partition("\n")[0]: section for section in sections}
+    yield "\n".join(line for line in by_title["Measured"].splitlines() if line.startswith("|"))
+    yield "\n".join(line.split("|")[3] for line in by_title["Methods"].splitlines() if line.startswith('| "'))
+    yield by_title["A decoder that ignores its source"]
+    yield start[start.index("That took ") :]
+
+
+@pytest.mark.parametrize("part", [*measured_parts()], ids=lambda part: part.strip()[:20])
+def test_figures_of_the_readme_are_measured(part: str) -> None:
+    shown = FIGURE.findall(part.replace("1e-5", ""))
+    assert len(shown) >= 3
+    measured = set(FIGURE.findall((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")))
     assert [figure for figure in shown if figure not in measured] == []
+
+
+def test_the_first_screen_says_what_is_not_measured() -> None:
+    start = README.read_text(encoding="utf-8").split("```bash", maxsplit=1)[0].replace("\n", " ")
+    assert "**No GPU has been measured yet**" in start
+    assert "papers' BLEU at their scale has not been repeated" in start
 
 
 def test_every_recipe_and_sweep_is_documented() -> None:
@@ -229,6 +247,21 @@ def test_every_option_is_documented() -> None:
     assert named == known
     rows = re.findall(r"^\| \[`([a-z -]+)`\]\(#([a-z-]+)\) \|", page, flags=re.M)
     assert sorted(rows) == sorted((name, name.replace(" ", "-")) for name in known), "the table of commands"
+
+
+@pytest.mark.parametrize("name", ["fairseq", "marian"])
+def test_the_tables_for_other_programs_name_settings_and_options(name: str) -> None:
+    """Right-hand cells name settings and options of this program."""
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ", maxsplit=1)[1] for line in page.splitlines() if line.startswith("| `")]
+    named = " ".join(word for cell in cells for word in re.findall(r"`([^`]+)`", cell) if "/" not in word)
+    settings = set(re.findall(r"\b([a-z_]+(?:\.[a-z0-9_]+)+)\b", named))
+    reference = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"^\| `([a-z0-9_.]+)`", reference, flags=re.M))
+    assert len(settings) > 20 and settings - known == set()
+    given = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", named))
+    every = set().union(*(found for command in cli.COMMANDS for found in options(command).values()))
+    assert len(given) > 15 and given - every == set()
 
 
 def test_the_table_of_recipes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,3 +48,25 @@ def test_graphs_find_what_a_cpu_finds(method: str, settings: dict[str, Any]) -> 
             static.step.run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_graphs_are_recorded_again_after_the_caches_have_grown() -> None:
+    torch.manual_seed(4)
+    model = build_model(settings_of("vanilla"), VOCABULARY).eval()
+    device = torch.device("cuda", torch.cuda.current_device())
+    prepare_to_decode(model, device, "fp32")
+    search = BeamSearch(BeamConfig(beam=2), model, VOCABULARY)
+    moves = []
+    for sentences, length in ((2, 6), (12, 20), (40, 50)):
+        tokens = torch.randint(VOCABULARY.unk + 1, VOCABULARY.size, (sentences, length), device=device)
+        tokens[:, -1] = VOCABULARY.eos
+        for _ in range(3):
+            search.search(tokens)
+        static = search._static
+        assert isinstance(static, StaticBeamSearch)
+        assert len(static.replays) > 0, f"no graph was captured for {sentences} sentences"
+        before = static.replays.replayed
+        search.search(tokens)
+        assert static.replays.replayed > before
+        moves.append(static._store.moves)
+    assert moves[0] < moves[1] < moves[2], "the caches must grow between the batches"

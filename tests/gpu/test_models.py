@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.kernels import backends, trial
 from deepspeed_nmt.kernels.attention import AttentionChoice
 from deepspeed_nmt.kernels.choice import Kernels
+from deepspeed_nmt.kernels.precision import capability_of, has_bf16
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.selftest.models import build, loader_of, methods, train, write_corpus
 
@@ -27,7 +28,7 @@ def _full_precision() -> None:
 @pytest.mark.parametrize("operation", backends.OPERATIONS)
 def test_the_chosen_backend_is_correct_on_this_gpu(operation: str, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+    if dtype == torch.bfloat16 and not has_bf16(capability_of(device)):
         pytest.skip("this GPU has no bf16")
     kernels, x = Kernels(), torch.empty(0, dtype=dtype, device=device)
     assert kernels.backend(operation, x) == backends.preferred(operation, torch.cuda.get_device_capability(), dtype)

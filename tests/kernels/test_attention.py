@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_nmt.kernels.attention import AttentionChoice, attention_with_weights
+from deepspeed_nmt.kernels import attention
+from deepspeed_nmt.kernels.attention import AttentionChoice, additive_mask, attention_with_weights
 from deepspeed_nmt.kernels.choice import Kernels
 
 WAYS: list[AttentionChoice] = ["sdpa", "fused", "auto"]
@@ -95,3 +96,37 @@ def test_auto_uses_sdpa_if_it_has_a_kernel_that_stores_no_weights(
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda *arguments: True)
     assert not kernels._takes_sdpa(fake, fake, fake, None, False, 0.0), "the answer is cached"
     assert Kernels()._takes_sdpa(fake, fake, fake, None, False, 0.0)
+
+
+@pytest.mark.parametrize("keys", [8, 13])
+def test_an_additive_mask_hides_the_same_keys_and_needs_no_copy(keys: int, device: torch.device) -> None:
+    torch.manual_seed(4)
+    mask = (torch.arange(keys, device=device) < torch.tensor([[keys], [4]], device=device))[:, None, None, :]
+    made = additive_mask(mask, torch.bfloat16)
+    assert made.dtype == torch.bfloat16 and made.shape == mask.shape
+    assert torch.equal(made == 0.0, mask) and torch.equal(made == -torch.inf, ~mask)
+    assert made.stride(-1) == 1 and all(stride % 8 == 0 for stride in made.stride()[:-1])
+    q, k, v = (torch.randn(2, 3, n, 8, device=device) for n in (5, keys, keys))
+    expected = Kernels(attention="sdpa").attention(q, k, v, mask)
+    torch.testing.assert_close(Kernels(attention="sdpa").attention(q, k, v, additive_mask(mask, q.dtype)), expected)
+
+
+def test_layers_share_one_additive_mask_in_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor | None] = []
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, *a, attn_mask, **k: given.append(attn_mask)
+    )
+    monkeypatch.setattr(Kernels, "device_type", lambda self, x: "cuda")
+    kernels, q = Kernels(attention="sdpa"), torch.randn(2, 1, 3, 8)
+    masks = [torch.ones(2, 1, 1, 3, dtype=torch.bool) for _ in range(2)]
+    for mask in (*masks, *masks):
+        kernels.attention(q, q, q, mask)
+    first, second, *again = given
+    assert first is not second and first is again[0] and second is again[1]
+    assert first is not None and first.dtype == q.dtype
+    with torch.no_grad():  # a search, whose recorded graphs find other values in the same mask
+        kernels.attention(q, q, q, masks[0])
+    assert given[-1] is masks[0]
+    kept = len(attention._MADE)
+    del masks, mask, given[:]
+    assert len(attention._MADE) == kept - 2

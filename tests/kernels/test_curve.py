@@ -10,7 +10,7 @@ import torch
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import ParameterState
 from deepspeed_nmt.kernels.backends import is_installed
 from deepspeed_nmt.kernels.choice import Kernels
@@ -32,7 +32,7 @@ def curve(
     engine = build(method, "plain", world, directory, dropout=options.get("dropout", 0.0), kernels=kernels)
     engine.module.model.recompute(*[int(options.get("recompute", 0))] * 2)
     batches = BatchConfig(update_tokens=30, micro_tokens=64)
-    loader = TrainLoader(Corpus(directory, "train"), batches, 5, 0, 1, VOCABULARY)
+    loader = TrainLoader.of_corpus(Corpus(directory, "train"), batches, 5, 0, 1, VOCABULARY)
     done = train(engine, loader, world, 1, int(options.get("updates", UPDATES)), Cursor())
     return done["loss"], list(engine.parameters())
 

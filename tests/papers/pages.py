@@ -20,7 +20,8 @@ PAPERS = sorted(page for page in (ROOT / "docs" / "papers").glob("*.md") if page
 ROWS, SETTINGS = "Every row and point", "Settings of the recipes"
 """Headings of the sections that are read."""
 NOT_STATED = "not stated"
-_POINT = re.compile(r"\$\(plan --sweep (\S+) --point (\d+)\)")
+_POINT = re.compile(r"\$\(plan --sweep (\S+) --point (\d+|I)\)")
+_RANGE = re.compile(r"points (\d+) to (\d+):")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Row:
         name: row as the page names it.
         commands: command lines without the program's name; none if it cannot be run here.
         text: the cell of the commands.
+        around: text of the table or figure, this row included.
     """
 
     page: str
@@ -40,16 +42,28 @@ class Row:
     name: str
     commands: tuple[str, ...]
     text: str
+    around: str
+
+    def points(self) -> Iterator[tuple[str, int]]:
+        """Yield (sweep, number) of each point that the commands train; I stands for those that the row names."""
+        for sweep, number in _POINT.findall(self.text):
+            if number == "I":
+                named = _RANGE.search(self.name)
+                assert named is not None, f"{self.page}, {self.place}: '{self.name}' must have 'points A to B:'"
+                yield from ((sweep, each) for each in range(int(named[1]), int(named[2]) + 1))
+            else:
+                yield sweep, int(number)
 
     def runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield (recipe, settings) of each run that the commands start."""
+        for sweep, number in self.points():
+            points = load_sweep(sweep)
+            assert 1 <= number <= len(points), f"{self.name}: the sweep {sweep} has {len(points)} points"
+            recipe, given = points[number - 1]
+            yield recipe, tuple(given)
         for command in self.commands:
-            words = shlex.split(_POINT.sub(_expanded, command))
-            if words[0] == "plan":
-                name = words[words.index("--sweep") + 1]
-                yield from ((recipe, tuple(settings)) for recipe, settings in load_sweep(name))
-            elif words[0] == "train":
-                arguments = parsed(words)
+            if command.startswith("train ") and not _POINT.search(command):
+                arguments = parsed(shlex.split(command))
                 yield arguments.recipe, tuple(arguments.settings)
 
 
@@ -81,11 +95,14 @@ class Setting:
 def parsed(words: list[str]) -> Any:
     """Parse a command line, completed by the options that the pages leave out."""
     more = {
-        "train": ["--data", "DATA", "--run", "RUN"],
+        "train": ["--run", "RUN", "--data", "DATA"],
         "translate": ["--run", "RUN", "--input", "F", "--output", "F"],
         "average": ["--run", "RUN"],
+        "report sweep": ["--runs", "DIR", "--data", "DATA"],
+        "report depths": ["--run", "RUN", "--data", "DATA"],
     }
-    complete = [*words, *(more.get(words[0], []) if "--run" not in words else more.get(words[0], [])[2:])]
+    missing = more[" ".join(words[:2]) if words[0] == "report" else words[0]]
+    complete = [*words, *(missing[2:] if "--run" in words else missing)]
     arguments, rest = _parser(words[0]).parse_known_args(complete)
     assert all("=" in word and not word.startswith("-") for word in rest), f"{' '.join(words)}: {rest}"
     if rest:
@@ -109,6 +126,12 @@ def settings(page: Path) -> list[Setting]:
             Setting(page.name, key.strip("`"), stated, value, tuple(re.findall(r"`([^`]+)`", names)), reason)
         )
     return found
+
+
+def grid(page: Path) -> list[list[float]]:
+    """Return the numbers of a page's grid of results, without its heads."""
+    cells = [cells for _, cells in _tables(page, ROWS) if len(cells) != 3]
+    return [[float(each) for each in row[1:]] for row in cells]
 
 
 def recipes_of(page: Path) -> list[str]:
@@ -135,23 +158,21 @@ def resolved(recipe: str, given: tuple[str, ...] = ()) -> RunConfig:
     return load_config(recipe, settings=given).resolved()
 
 
-def _expanded(match: re.Match[str]) -> str:
-    points = load_sweep(match[1])
-    number = int(match[2])
-    assert 1 <= number <= len(points), f"{match[0]}: the sweep has {len(points)} points"
-    recipe, given = points[number - 1]
-    return shlex.join(["--recipe", recipe, *given])
-
-
 def _rows(page: Path) -> Iterator[Row]:
     for place, cells in _tables(page, ROWS):
+        if len(cells) != 3:  # a grid of results
+            continue
         name, _, text = cells
         commands = tuple(
-            each
-            for each in re.findall(r"`([^`]+)`", text)
-            if re.match(r"(train|plan|translate|average|score|report) ", each)
+            each for each in re.findall(r"`([^`]+)`", text) if re.match(r"(train|translate|average|report) ", each)
         )
-        yield Row(page.name, place, name, commands, text)
+        yield Row(page.name, place, name, commands, text, _around(page, place))
+
+
+def _around(page: Path, place: str) -> str:
+    found = re.search(rf"^### {re.escape(place)}$(.*?)(?=^#|\Z)", page.read_text("utf-8"), flags=re.M | re.S)
+    assert found is not None, f"{page.name} must have a heading '{place}'"
+    return found[1]
 
 
 def _tables(page: Path, section: str) -> Iterator[tuple[str, list[str]]]:

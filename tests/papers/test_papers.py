@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,14 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.recipes import load_recipe, recipes, sweeps
+from deepspeed_nmt.recipes import load_recipe, load_sweep, recipes, sweeps
 from deepspeed_nmt.run.plans import Plans
 from deepspeed_nmt.selftest.models import VOCABULARY, train, write_corpus
 from deepspeed_nmt.train.optimizer import build_optimizer
-from tests.papers.pages import NOT_STATED, PAPERS, parsed, recipes_of, resolved, rows, settings, value_of
+from tests.papers.pages import NOT_STATED, PAPERS, grid, parsed, recipes_of, resolved, rows, settings, value_of
 
 OF_NO_PAPER = {"sample_small", "multi30k_cpu", "multi30k_tiny"}
 DECIDING = [
@@ -53,8 +54,8 @@ OF_THE_MACHINE = (
 def test_every_recipe_and_sweep_is_listed() -> None:
     listed = {recipe for page in PAPERS for recipe in recipes_of(page)}
     assert listed | OF_NO_PAPER == set(recipes())
-    text = "".join(row.text for row in rows())
-    assert [name for name in sweeps() if f"--sweep {name}" not in text] == []
+    points = {point for row in rows() for point in row.points()}
+    assert points == {(name, number + 1) for name in sweeps() for number in range(len(load_sweep(name)))}
 
 
 def test_rows_without_a_command_say_why() -> None:
@@ -64,8 +65,25 @@ def test_rows_without_a_command_say_why() -> None:
 def test_the_options_of_other_commands_exist() -> None:
     for row in rows():
         for command in row.commands:
-            if not command.startswith(("train", "plan")):
+            if not command.startswith("train"):
                 parsed(shlex.split(command))
+
+
+def test_figures_are_reports_of_their_sweeps() -> None:
+    for row in rows():
+        reported = {command.split()[2] for command in row.commands if command.startswith("report sweep")}
+        if any(command.startswith("train $(plan") and "--point I" in command for command in row.commands):
+            depths = any(command.startswith("report depths") for command in row.commands)
+            assert depths or reported == {sweep for sweep, _ in row.points()}, row.name
+            assert all("--checkpoint average" in each for each in row.commands if each.startswith("report")), row.name
+
+
+def test_the_grid_has_a_result_of_each_exit() -> None:
+    (page,) = (page for page in PAPERS if page.stem == "multi-layer-softmaxing")
+    model = resolved("multi_softmax_base").model_dump()["model"]
+    found = grid(page)
+    assert [len(row) for row in found] == [model["decoder_layers"]] * model["encoder_layers"]
+    assert (found[0][0], found[4][4], found[5][5]) == (24.24, 34.95, 34.87)
 
 
 @pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
@@ -74,11 +92,13 @@ def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
     for row in table:
         if row.here != row.paper and not row.reason:
             problems.append(f"{row.key}: {row.here} instead of {row.paper} needs a reason")
-    for recipe in recipes_of(page):
-        config = resolved(recipe)
+    runs = {run for row in rows() if row.page == page.name for run in row.runs()}
+    for recipe, given in sorted({(recipe, ()) for recipe in recipes_of(page)} | runs):
+        config = resolved(recipe, given)
         dumped = config.model_dump(mode="json")
         named = {row.key for row in table if row.names(recipe) and _has(dumped, row.key)}
-        for key in sorted({*_needed(recipe, config), *named}):
+        varied = {word.partition("=")[0] for word in given}
+        for key in sorted({*_needed(recipe, config), *named} - varied):
             row = next((row for row in reversed(table) if row.key == key and row.names(recipe)), None)
             if row is None:
                 problems.append(f"{recipe}: {key} has no row")
@@ -87,8 +107,22 @@ def test_the_settings_of_recipes_are_those_of_the_table(page: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_settings_that_rows_change_are_named_beside_them() -> None:
+    problems = []
+    for row in rows():
+        prose = re.sub(r"points? \d+( to \d+)?", "", row.around)
+        ranges = [range(int(first), int(last) + 1) for first, last in re.findall(r"\b(\d+) to (\d+)\b", prose)]
+        words = {*re.findall(r"[\w.]*\w", prose), *(str(number) for each in ranges for number in each)}
+        for _, given in row.runs():
+            for key, _, value in (word.partition("=") for word in given):
+                if value != "null" and value.strip('"') not in words:
+                    problems.append(f"{row.page}, {row.place}: {key} is {value}, which is not named")
+    assert not problems, "\n".join(sorted(set(problems)))
+
+
 def test_every_row_and_point_is_planned_and_each_combination_trained(tmp_path: Path) -> None:
     runs = {run for row in rows() for run in row.runs()}
+    runs |= {(recipe, ()) for page in PAPERS for recipe in recipes_of(page)}
     plans, combinations = Plans(), {}
     for recipe, given in sorted(runs):
         config = resolved(recipe, given)
@@ -131,10 +165,18 @@ def _has(dumped: dict[str, Any], key: str) -> bool:
 
 def _combination(config: RunConfig) -> str:
     """Return what is combined in a run, without its numbers."""
-    model = {
-        key: value for key, value in config.model_dump(mode="json")["model"].items() if isinstance(value, str | bool)
-    }
-    return json.dumps([model, config.layer.name, sorted(config.objective), config.search.name])
+    dumped = config.model_dump(mode="json")
+    layer, objective = dumped["layer"], dumped["objective"]
+    tosses = any(0.0 < layer.get(rate, 0.0) < 1.0 for rate in ("drop_ratio", "beyond"))
+    model = {**_choices(dumped["model"]), "fusion_scale": dumped["model"].get("fusion_scale")}
+    objectives = {name: _choices(part) for name, part in objective.items() if part is not None}
+    combined = [model, layer["name"], tosses, objectives, config.search.name]
+    return json.dumps(combined, sort_keys=True)
+
+
+def _choices(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a part that are no numbers."""
+    return {key: value for key, value in part.items() if isinstance(value, str | bool | list)}
 
 
 def _train_two_updates(config: RunConfig, directory: Path) -> None:
@@ -152,7 +194,7 @@ def _train_two_updates(config: RunConfig, directory: Path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     world = World(0, 1, 0, torch.device("cpu"))
     engine = PlainEngine(module, build_optimizer(config.optimizer, module), config.optimizer.clip_norm, "fp32", world)
-    loader = TrainLoader(
+    loader = TrainLoader.of_corpus(
         Corpus(directory, "train"), BatchConfig(update_tokens=64, micro_tokens=64), 1, 0, 1, VOCABULARY
     )
     report = train(engine, loader, world, 1, 2, Cursor())

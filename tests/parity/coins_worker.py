@@ -18,7 +18,7 @@ import deepspeed.utils.nvtx
 from typing_extensions import override
 
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.methods.transformer import SMALL
 from deepspeed_nmt.parallel.world import World, join_world, leave_world
 from deepspeed_nmt.registry import SelfTest

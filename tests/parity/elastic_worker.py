@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.parallel.world import join_world, leave_world
 from deepspeed_nmt.selftest.models import build, train
 from deepspeed_nmt.train.checkpoint import Checkpoint

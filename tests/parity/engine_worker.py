@@ -1,7 +1,7 @@
 """One rank of a world that trains a small model under several engines in turn.
 
 Arguments: corpus directory, output file, method (with "+mixture" for a mixture of corpora), then engines (see
-deepspeed_nmt/selftest/models.py). $TENSOR_RANKS
+deepspeed_nmt/selftest/models.py; with "+r_drop" for R-Drop in place of all regularizers). $TENSOR_RANKS
 ranks share a model; $MODEL has settings of the model in JSON, which override the method's own. If $JOINED is 1,
 queries, keys and values are projected in one product, as on a GPU. The output is JSON: for each engine the losses,
 gradient norms and all weights after some updates, and the same for a run that was probed, stopped half-way, probed
@@ -22,7 +22,7 @@ import deepspeed.utils.nvtx
 import torch
 
 from deepspeed_nmt.data.loader import Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.kernels.choice import Kernels
 from deepspeed_nmt.parallel.world import join_world, leave_world
@@ -60,9 +60,11 @@ def main() -> None:
     case = models.self_tests()[method]
     shape = {**case.settings["model"], **json.loads(os.environ.get("MODEL", "{}"))}
     case = replace(case, settings={**case.settings, "model": shape})
-    models.self_tests = lambda: {method: case}
+    r_drop = replace(case, settings={**case.settings, "objective": {"r_drop": {"weight": 0.7}}})
     report: dict[str, Any] = {}
     for engine_name in sys.argv[4:]:
+        cases = {method: r_drop if "r_drop" in engine_name else case}
+        models.self_tests = partial(dict, cases)
         loader = parity_loader(directory, world, engine_name, mixture=data == "mixture")
         engine = build(method, engine_name, world, directory)
         report[engine_name] = train(engine, loader, world, 1, UPDATES, Cursor())

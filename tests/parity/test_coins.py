@@ -40,7 +40,7 @@ def test_the_kth_micro_batches_of_all_ranks_share_their_coins(
 
 
 def test_a_run_depends_on_the_number_of_ranks(reports: dict[str, Any]) -> None:
-    """Another cut of the same updates has other coins."""
+    """Another division of the same updates has other coins."""
     one, two = reports["1x1"], reports["2 plain"]
     assert one["counts"] != two["counts"]
     assert max(abs(a - b) for a, b in zip(one["loss"], two["loss"], strict=True)) > 1e-3

@@ -16,8 +16,8 @@ from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.objective import LikelihoodOutput
 from deepspeed_nmt.data.mixture import MixtureConfig
-from deepspeed_nmt.data.plans import Cursor, EpochPlan
 from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 
 UPDATE_TOKENS = 600
@@ -29,12 +29,12 @@ def bad_loss(data: Path, updates: set[int]) -> object:
 
     The updates are numbered by the first epoch. A micro-batch is bad if one of them has all its sentences.
     """
-    plan = EpochPlan(TrainingData.of(data).corpora(MixtureConfig()), 1, UPDATE_TOKENS)
-    assert plan.updates_in(0) > max(updates) + 1
+    order = EpochOrder(TrainingData.of(data).corpora(MixtureConfig()), 1, UPDATE_TOKENS)
+    assert order.updates_in(0) > max(updates) + 1
     bad = []
     for update in updates:
-        place = plan.place(Cursor(0, update), update + 1)
-        window = plan.window(place.window)
+        place = order.place(Cursor(0, update), update + 1)
+        window = order.window(place.window)
         bad.append(set(window.rows[window[place.index]].tolist()))
 
     def call(

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from deepspeed_nmt.console import setup_logging
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.run.directory import recorded_data
-from deepspeed_nmt.run.lock import RunLock
+from deepspeed_nmt.run.lock import run_lock
 from deepspeed_nmt.train import store
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import run_ranks
@@ -210,13 +211,22 @@ def test_a_failed_start_leaves_no_settings_behind(
     assert "beta2: 0.98" in (run / "config.yaml").read_text() and not (run / "origin.json").exists()
 
 
+def test_a_misspelt_configuration_of_deepspeed_makes_no_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", "--recipe", "sample_small", "--data", str(data), "--run", str(run)]
+    assert main([*words, "engine.device=cpu", "engine.ds_config=zero3_ofload"]) == 2
+    assert "did you mean 'zero3_offload'?" in capsys.readouterr().err and not run.exists()
+
+
 def test_a_run_in_use_is_refused(
     data: Path, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock = RunLock(tmp_path / "run")
-    error = refused(train_words(data, tmp_path / "run", *small), capsys)
-    assert "--run must not be in use, but process " in error and not (tmp_path / "run/config.yaml").exists()
-    lock.release()
+    with run_lock(tmp_path / "run"):
+        error = refused(train_words(data, tmp_path / "run", *small), capsys)
+        assert "--run must not be in use, but process " in error and not (tmp_path / "run/config.yaml").exists()
+    assert not (tmp_path / "run").exists()
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
 
 
@@ -225,15 +235,16 @@ def test_a_requeued_slurm_job_waits_for_the_lock_of_a_lost_host(
 ) -> None:
     """Network file systems keep the lock for a while."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    lock = RunLock(tmp_path / "run")
+    lock = ExitStack()
+    lock.enter_context(run_lock(tmp_path / "run"))
     asleep: list[float] = []
 
     def sleep(seconds: float) -> None:
         asleep.append(seconds)
         if len(asleep) == 2:
-            lock.release()
+            lock.close()
 
-    monkeypatch.setattr("deepspeed_nmt.run.lock.time.sleep", sleep)
+    monkeypatch.setattr("deepspeed_nmt.locks.time.sleep", sleep)
     assert main(train_words(data, tmp_path / "run", *small, "training.max_updates=1")) == 0
     assert asleep[:2] == [10.0, 10.0]
     said = capsys.readouterr().err

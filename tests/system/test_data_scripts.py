@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -123,6 +124,7 @@ def test_from_archives_to_a_data_directory(pipeline: ModuleType, task: str, tmp_
     assert meta["text"] == {"form": "moses", "source_lang": plan.source, "target_lang": plan.target}
     cleaning = meta["options"]["cleaning"]
     assert cleaning["keep_duplicates"] and cleaning["max_length"] == plan.max_length
+    assert meta["options"]["normalization"] == "none", "Moses' tokens are segmented as they are"
     # Only a line of 300 words and an empty side of German are removed, and by the ratio what is limited by it.
     removed = {reason: count for reason, count in meta["removed"].items() if count}
     expected = {"empty": len(plan.train)} if plan.target == "de" else {}
@@ -137,8 +139,9 @@ def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: Mo
     for task, plan in pipeline.TASKS.items():
         script = (ROOT / f"launch/data/{task}.sh").read_text()
         shown = " ".join(script.replace("\n#", " ").split())
+        of_moses = f"{plan.vocabulary['moses']} --normalization none"
         assert f"state: {pipeline.defaults(plan, plan.text)} Train:" in shown or (
-            f"paper's: {pipeline.defaults(plan, plan.text)} With --text moses: {plan.vocabulary['moses']} " in shown
+            f"paper's: {pipeline.defaults(plan, plan.text)} With --text moses: {of_moses} instead" in shown
         ), task
     write_archives(pipeline, "wmt16_ende", tmp_path / "archives")
     cache = tmp_path / "sacrebleu"
@@ -149,6 +152,7 @@ def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: Mo
     assert f"defaults of wmt16_ende: {pipeline.defaults(pipeline.TASKS['wmt16_ende'], 'raw')}" in done.stderr
     meta = json.loads((tmp_path / "out/data/meta.json").read_text())
     assert meta["text"]["form"] == "raw" and not (tmp_path / "out/moses").exists()
+    assert "normalization" not in meta["options"], "that of prepare"
     found = {name: meta["options"]["cleaning"][name] for name in ("max_length", "max_ratio", "keep_duplicates")}
     assert found == {"max_length": 100, "max_ratio": 1.5, "keep_duplicates": False}
     assert meta["options"]["cleaning"]["remove_identical"] is True
@@ -159,6 +163,29 @@ def test_options_reach_prepare_and_defaults_are_those_of_the_papers(pipeline: Mo
     )
     done = go("wmt16_ende", "--ratios", "1.5", cache=cache)
     assert done.returncode == 2 and "unrecognized arguments: --ratios 1.5" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "normalization"),
+    [
+        ("", "40000", "none"),
+        ("--vocab-size 300", "300", "none"),
+        ("--normalization nfc", "40000", "nfc"),
+        ("--text raw", "40000", None),
+        ("--sentencepiece F", None, None),
+        ("--vocab-from D", None, None),
+    ],
+)
+def test_vocabularies_of_moses_tokens_keep_characters(
+    pipeline: ModuleType, words: str, size: str | None, normalization: str | None, tmp_path: Path
+) -> None:
+    arguments, more = pipeline._parser().parse_known_args(["wmt14_ende", *words.split()])
+    text = arguments.text or "moses"
+    found = pipeline._prepare_words(pipeline.TASKS["wmt14_ende"], text, arguments, more, tmp_path)
+    options = {name: value for name, value in itertools.pairwise(found) if name.startswith("--")}
+    assert (options.get("--vocab-size"), options.get("--normalization")) == (size, normalization), (
+        "the last one holds"
+    )
 
 
 def test_raw_text_of_iwslt_goes_to_the_tokenizers_of_berts(

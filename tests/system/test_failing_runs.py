@@ -13,7 +13,8 @@ from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.run import trainer
 from deepspeed_nmt.train.checkpoint import Checkpoint
-from tests.support import ROOT, run_ranks
+from tests.commands import train_words
+from tests.support import ROOT, assert_same, run_ranks
 from tests.system.bad_data import bad_loss
 
 # Updates 6 to 8 are bad. The checkpoint before them is that of update 4.
@@ -21,23 +22,8 @@ BAD = {5, 6, 7}
 PATIENT = ["training.max_skipped=3", "training.log_every=1"]
 
 
-def words(data: Path, run: Path, *settings: str) -> list[str]:
-    return ["train", "--data", str(data), "--run", str(run), *settings]
-
-
 def newest(run: Path) -> Checkpoint:
     return Checkpoint(sorted(run.glob("checkpoints/update-*"))[-1])
-
-
-def assert_same(run: Path, other: Path) -> None:
-    """Assert that two runs ended equal to the bit, including moments and position in the data."""
-    first, second = newest(run), newest(other)
-    assert first.scalars == second.scalars
-    for name, weight in first.weights().items():
-        assert torch.equal(weight, second.weight(name)), name
-        assert torch.equal(first.moment(name, "exp_avg_sq"), second.moment(name, "exp_avg_sq")), name
-    times = {"train_seconds": 0.0}
-    assert {**vars(first.progress), **times} == {**vars(second.progress), **times}
 
 
 @pytest.fixture
@@ -54,7 +40,7 @@ def rolled_back(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("rolled_back") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LabelSmoothed, "__call__", bad_loss(data, BAD))
-        assert main(words(data, run, *SMALL, *PATIENT)) == 0
+        assert main(train_words(data, run, *SMALL, *PATIENT)) == 0
     return run
 
 
@@ -80,7 +66,7 @@ def test_a_run_is_rolled_back_and_skips_the_bad_data(rolled_back: Path) -> None:
 def test_every_skip_and_the_rollback_are_named(
     data: Path, bad: None, tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 0
+    assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 0
     error = capsys.readouterr().err
     for in_a_row, update in enumerate((6, 7, 8), 1):
         assert f"update {update} skipped: loss is not finite; the gradient of decoder.final_norm, " in error
@@ -98,10 +84,10 @@ def test_a_run_with_bad_data_resumes_to_the_bit(
 ) -> None:
     run = tmp_path / "run"
     settings = [*small, *PATIENT, "training.validate_every=100", "training.save_every=4"]
-    assert main(words(data, run, *settings, f"training.max_updates={stop_at}")) == 0
-    assert main(words(data, run, *settings)) == 0
+    assert main(train_words(data, run, *settings, f"training.max_updates={stop_at}")) == 0
+    assert main(train_words(data, run, *settings)) == 0
     straight = tmp_path / "straight"
-    assert main(words(data, straight, *settings)) == 0
+    assert main(train_words(data, straight, *settings)) == 0
     for directory in (run, straight):  # the end of a run is validated, so the stopped run was validated once more
         progress = newest(directory).progress
         assert (progress.update, progress.rollbacks) == (12, 1)
@@ -115,7 +101,7 @@ def test_a_run_that_keeps_one_checkpoint_can_be_rolled_back(
 ) -> None:
     settings = [*small, *PATIENT, "training.keep_last=1", "training.keep_best=false", "training.save_every=1"]
     for last in (*stop_at, 12):
-        assert main(words(data, tmp_path / "run", *settings, f"training.max_updates={last}")) == 0
+        assert main(train_words(data, tmp_path / "run", *settings, f"training.max_updates={last}")) == 0
     end = newest(tmp_path / "run")
     assert (end.progress.update, end.progress.rollbacks, end.scalars.optimizer_step) == (12, 1, 12)
 
@@ -125,7 +111,7 @@ def test_skipped_updates_delay_saving_and_validation(
 ) -> None:
     run = tmp_path / "run"
     monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, {6, 7}))
-    assert main(words(data, run, *small)) == 0
+    assert main(train_words(data, run, *small)) == 0
     assert [path.name[-2:] for path in sorted(run.glob("checkpoints/update-*"))] == ["04", "09", "12"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if "valid/loss" in line] == [4, 9, 12]
@@ -139,10 +125,12 @@ def test_a_run_killed_between_rollback_and_next_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.gc, "collect", killed)
-        assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 130
+        assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 130
     assert newest(tmp_path / "run").progress.update == 4
-    assert main(words(data, tmp_path / "run", *small, *PATIENT)) == 0
-    assert_same(tmp_path / "run", rolled_back)
+    assert main(train_words(data, tmp_path / "run", *small, *PATIENT)) == 0
+    last = newest(rolled_back).progress.update
+    assert newest(tmp_path / "run").progress.update == last
+    assert_same(tmp_path / "run", rolled_back, last)
 
 
 def test_a_run_without_progress_stops_with_a_reason(
@@ -151,7 +139,7 @@ def test_a_run_without_progress_stops_with_a_reason(
     run = tmp_path / "run"
     monkeypatch.setattr(LabelSmoothed, "__call__", bad_loss(data, set(range(5, 10))))
     settings = [*small, "training.max_skipped=2", "training.max_rollbacks=1", "training.save_every=1"]
-    assert main(words(data, run, *settings)) == 1
+    assert main(train_words(data, run, *settings)) == 1
     error = capsys.readouterr().err
     assert error.count("rolling back from update 7 to 5") == 1
     assert "stopped: 2 updates in a row, up to update 7, had no finite gradient (loss is not finite" in error
@@ -165,7 +153,7 @@ def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[
     run.mkdir()
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
     settings = [*small, *PATIENT, f"engine.ds_config={stage}"]
-    outputs = run_ranks([*worker, *words(data, run, *settings)], 2, run, timeout=150)
+    outputs = run_ranks([*worker, *train_words(data, run, *settings)], 2, run, timeout=150)
     assert outputs[0].count("rolling back from update 8 to 4") == 1 and "rolling back" not in outputs[1]
     assert "update 6 skipped: loss is not finite (" in outputs[0]
     assert "update 7 skipped: loss is not finite; the gradient of decoder.final_norm, " in outputs[0]
@@ -176,9 +164,9 @@ def test_ranks_are_rolled_back_together(data: Path, tmp_path: Path, small: list[
 
 def test_a_probe_changes_nothing(data: Path, tmp_path: Path, small: list[str]) -> None:
     without, probed = tmp_path / "without", tmp_path / "probed"
-    assert main(words(data, without, *small, "training.max_updates=6")) == 0
+    assert main(train_words(data, without, *small, "training.max_updates=6")) == 0
     for last in (3, 6):
-        assert main(words(data, probed, *small, "training.probe=always", f"training.max_updates={last}")) == 0
+        assert main(train_words(data, probed, *small, "training.probe=always", f"training.max_updates={last}")) == 0
     for name, weight in newest(without).weights().items():
         assert torch.equal(weight, newest(probed).weight(name)), name
 
@@ -190,9 +178,9 @@ def test_out_of_memory_stops_with_advice(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(PlainEngine, "_backward", full)
-    assert main(words(data, tmp_path / "run", *small, "training.probe=always")) == 1
+    assert main(train_words(data, tmp_path / "run", *small, "training.probe=always")) == 1
     assert "stopped: the largest expected micro-batch must fit into RAM" in capsys.readouterr().err
-    assert main(words(data, tmp_path / "run", *small, "training.probe=never")) == 1
+    assert main(train_words(data, tmp_path / "run", *small, "training.probe=never")) == 1
     error = capsys.readouterr().err
     assert "stopped: update 1 must fit into RAM, but memory ran out with" in error
     assert "Lower batch.micro_tokens" in error and "Traceback" not in error
@@ -201,6 +189,8 @@ def test_out_of_memory_stops_with_advice(
 def test_only_one_rank_reports_divergence(data: Path, tmp_path: Path, small: list[str]) -> None:
     worker = [str(ROOT / "tests/system/bad_data.py"), ",".join(map(str, BAD)), str(data)]
     settings = [*small, *PATIENT, "training.max_rollbacks=0", "engine.name=plain"]
-    outputs = run_ranks([*worker, *words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1)
+    outputs = run_ranks(
+        [*worker, *train_words(data, tmp_path / "run", *settings)], 2, tmp_path, timeout=100, status=1
+    )
     assert outputs[0].count("stopped: 3 updates in a row, up to update 8, had no finite gradient") == 1
     assert "stopped" not in outputs[1] and "Traceback" not in outputs[0] + outputs[1]

@@ -8,14 +8,22 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.loader import TrainLoader, Update
+from deepspeed_nmt.search.replay import WARM_UP, Replays
 from tests.support import ROOT
 
+pytestmark = pytest.mark.timeout(600)
 BENCHMARK = ROOT / "benchmarks" / "gpu"
 PARTS = ("smoke", "kernels", "attention", "training", "marian", "decoding")
 STUB = """#!/usr/bin/env bash
@@ -72,8 +80,13 @@ def test_training_measures_each_variant(results: Path) -> None:
         assert "idle" not in row, "a CPU has no launches to wait for"
         assert row["tokens_per_s"] > 0 and row["kernel_ms"] > 0 and row["planned_gib"] > 0, row
         assert 0 <= row["padding"] < 0.5 and row["shapes"] > 1
+        assert 0 <= row["data_wait"] < 1 and row["compiled"] == 0
+        assert row["kernels"] == "torch", "the kernels of a CPU"
+        assert row["layout"] == ("packed" if "layout=packed" in row["settings"] else "padded")
         groups = sum(row[name] for name in ("attention", "optimizer", "products", "copies", "other"))
         assert groups == pytest.approx(1.0)
+    names = [row["row"] for row in rows]
+    assert len(set(names)) == len(names) and all("compiled" in name for name in names[-2:])
     ran = {row["settings"] for row in rows}
     assert {"engine.compile=off (engine.compile=layers is not rehearsed)"} == {s for s in ran if "compile" in s}
     assert "batch.layout=packed (batch.layout=padded is not rehearsed)" in ran
@@ -81,11 +94,20 @@ def test_training_measures_each_variant(results: Path) -> None:
     assert {"BIG 6+6", "BIG 27+27", "BIG 27+27, CAD DDR ALD", "BASE 6+6"} == {row["model"] for row in rows}
 
 
-def test_both_programs_train_on_the_same_batches(results: Path) -> None:
+def test_ours_also_trains_on_the_batches_of_the_fastest_marian(results: Path) -> None:
     rows = json.loads((results / "marian.json").read_text(encoding="utf-8"))["rows"]
-    assert {row["program"] for row in rows} == {"HF Marian", "deepspeed_nmt"}
-    batches = {(row["updates"], row["micro_batches"], row["shapes"], row["padding"]) for row in rows}
-    assert len(batches) == 1 and rows[-1]["speedup"] > 0
+    *theirs, default, same = rows
+    assert {(row["program"], row["max_padding"]) for row in theirs} == {
+        ("HF Marian", padding) for padding in (0.1, 0.25, 0.5)
+    }
+    assert {row["settings"] for row in theirs} == {"autocast", "16-bit weights"}
+    assert {row["program"] for row in (default, same)} == {"deepspeed_nmt"}
+    fastest = max(theirs, key=lambda row: float(row["tokens_per_s"]))
+    for column in ("max_padding", "layout", "updates", "micro_batches", "shapes", "padding"):
+        assert same[column] == fastest[column], column
+    assert len({row["padding"] for row in theirs}) > 1, "the bounds on padding make no difference"
+    for row in (default, same):
+        assert row["speedup"] == pytest.approx(row["tokens_per_s"] / fastest["tokens_per_s"])
 
 
 def test_decoding_measures_each_way_to_take_steps(results: Path) -> None:
@@ -122,6 +144,91 @@ def test_a_failing_measurement_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     late.measure(fail, name="never")
     assert "skipped: no time left" in (tmp_path / "late.md").read_text(encoding="utf-8")
     assert bench.failed and not late.failed
+
+
+def test_rows_are_chosen_by_their_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness, run = importlib.import_module("harness"), importlib.import_module("run")
+    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0, only=["a", "2", "c"])
+    for name, layers in (("a", 6), ("b", 2), ("d", 4)):
+        bench.measure(lambda: {"ms": 1.0}, name=name, layers=layers)
+    assert [row["name"] for row in bench.rows] == ["a", "b"]
+    assert bench.unknown == ["c"] and bench.known == ["2", "4", "6", "a", "b", "d"]
+
+    command = ["run.py", "training", "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "padding"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert run.main() == 1
+    error = capsys.readouterr().err
+    assert "--only must name rows of training, but names padding; labels are " in error and " padded, " in error
+    assert not (tmp_path / "training.json").exists()
+
+
+def test_results_are_written_value_by_value_and_never_over_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness = importlib.import_module("harness")
+
+    def rows(file: str) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = json.loads((tmp_path / file).read_text(encoding="utf-8"))["rows"]
+        return found
+
+    def values(file: str) -> Iterator[dict[str, object]]:
+        yield {"tokens_per_s": 5.0}
+        assert rows(file) == [{"name": "a", "status": "not finished", "tokens_per_s": 5.0}]
+        yield {"mfu": 0.5}
+
+    for file in ("part.json", "part-2.json"):
+        bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
+        bench.measure(lambda file=file: values(file), name="a")
+    for file in ("part.json", "part-2.json"):
+        assert rows(file) == [{"name": "a", "tokens_per_s": 5.0, "mfu": 0.5, "status": "ok"}]
+
+
+def test_a_row_of_graphs_fails_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness, decoding = importlib.import_module("harness"), importlib.import_module("decoding")
+    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=True, limit_s=60.0)
+    for record in (None, lambda step: step):
+        replays = Replays(lambda: None, record)
+
+        def translate(source_BS: Tensor, steps: int, replays: Replays = replays) -> None:
+            for _ in range(WARM_UP + 1):
+                replays.run(len(source_BS))
+
+        search = SimpleNamespace(_static=SimpleNamespace(replays=replays))
+        translator = decoding.Translator(translate, search)
+        source_BS = decoding.sources(2, False, bench)
+        bench.measure(lambda made=translator, sources=source_BS: decoding.measure(made, sources, 3, bench))
+    without, recorded = bench.rows
+    assert (
+        without["status"] == "failed: RuntimeError: 0% of the steps were replayed, so this is not the time of graphs"
+    )
+    assert "seconds" not in without
+    assert recorded["status"] == "ok" and (recorded["graphs"], recorded["replayed"]) == (1, 1.0)
+
+
+def test_the_clock_starts_when_all_shapes_have_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    harness, training = importlib.import_module("harness"), importlib.import_module("training")
+    bench = harness.Bench("part", tmp_path, torch.device("cpu"), tiny=False, limit_s=60.0)
+    corpus = harness.write_corpus(tmp_path, 400, harness.TINY_VOCABULARY)
+    batch = BatchConfig(update_tokens=300, micro_tokens=200, layout="packed")
+    loader = TrainLoader.of_corpus(corpus, batch, 1, 0, 1, harness.TINY_VOCABULARY)
+    made: list[Update] = []
+    speed = training.timed(made.append, loader, bench, 0.0)
+    shapes = [tuple(each.source_BS.shape) for update in made[: -speed.updates] for each in update.micro_batches]
+    assert speed.updates == training.LEAST_TIMED, "too few updates say nothing, even if the time is over"
+    assert len(made) - speed.updates == training.LEAST_WARMUP and shapes
+    made.clear()
+    speed = training.timed(made.append, loader, bench, 60.0)
+    warmup = made[: -speed.updates]
+    seen = Counter(
+        (*each.source_BS.shape, *each.target_input_BT.shape) for update in warmup for each in update.micro_batches
+    )
+    assert speed.updates == training.TIMED and len(warmup) >= training.WARMUP and min(seen.values()) > 1
 
 
 def test_synthetic_sentences_have_the_lengths_of_news_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +272,53 @@ def test_no_part_ends_another(stub: dict[str, str], tmp_path: Path) -> None:
     assert done.returncode == 2 and "PART must be smoke, " in done.stderr
 
 
+def test_names_of_rows_are_handed_on(stub: dict[str, str], tmp_path: Path) -> None:
+    command = [str(BENCHMARK / "run.sh"), "training", "--only", "big", "padded", "--out", str(tmp_path / "out")]
+    subprocess.run(command, env=stub, capture_output=True, check=True)
+    assert calls(stub)[-1].endswith(f"--out {tmp_path / 'out'} --only big padded ")
+    for words in (["--only"], ["--only", "--tiny"]):
+        done = subprocess.run([*command[:2], *words], env=stub, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and "--only must have a value" in done.stderr
+
+
+def test_programs_that_a_part_starts_find_the_packed_packages(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(BENCHMARK, copy / "benchmarks" / "gpu")
+    (copy / "deepspeed_nmt").symlink_to(ROOT / "deepspeed_nmt")
+    (copy / "tests" / "gpu").mkdir(parents=True)
+    test = copy / "tests" / "gpu" / "test_gpu_varlen.py"
+    test.write_text("import lacking\n\n\ndef test_it() -> None:\n    assert lacking.FOUND\n", encoding="utf-8")
+    (copy / ".gpu").mkdir()
+    with zipfile.ZipFile(copy / ".gpu" / "lacking-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("lacking.py", "FOUND = True\n")
+        wheel.writestr("lacking-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: lacking\nVersion: 1.0\n")
+        wheel.writestr(
+            "lacking-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("lacking-1.0.dist-info/RECORD", "")
+    command = [str(copy / "benchmarks" / "gpu" / "run.sh"), "smoke", "--device", "cpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--only", test.name, "--out", str(tmp_path / "out")],
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "out" / "smoke.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["of"], row["passed"], row["failed"]) == (test.name, 1, 0)
+
+
+def test_files_of_tests_that_need_a_gpu_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    smoke = importlib.import_module("smoke")
+    names = [*smoke.FIRST, *smoke.files()]
+    assert all((ROOT / name).exists() for name in names) and len(set(names)) == len(names)
+    folders = [name.rpartition("/")[0] for name in names]
+    assert folders == sorted(folders) and set(folders) == {"tests/gpu", "tests/kernels"}
+    assert "tests/kernels/test_triton.py" in names and "tests/kernels/test_compile.py" not in names
+
+
 def test_what_a_gpu_machine_lacks_is_packed(stub: dict[str, str], tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "requirements", copy / "requirements")
@@ -177,7 +331,7 @@ def test_what_a_gpu_machine_lacks_is_packed(stub: dict[str, str], tmp_path: Path
     pack()
     download, build = calls(stub)
     names = {word.partition("==")[0] for word in download.split() if "==" in word}
-    assert {"pydantic", "pydantic-core", "hjson", "sacremoses", "pytest-timeout"} <= names
+    assert {"pydantic", "pydantic-core", "hjson", "sacremoses", "joblib", "pytest-timeout"} <= names
     assert not names & {"torch", "numpy", "transformers", "deepspeed"}
     assert "--python-version 3.12" in download and "--abi cp312" in download
     assert build.startswith("-m pip wheel") and "deepspeed==" in build

@@ -171,6 +171,33 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     assert "must not have commas" in fails(tensorboard, str(tmp_path), str(tmp_path / "a,b"))
 
 
+PROGRAMS = {
+    "srun": "kill -USR1 $PPID; sleep 5",  # as at a time limit; the script passes the signal on, which ends this
+    "scontrol": """case "$*" in
+        "show job"*) echo "JobState=RUNNING" ;;
+        "show hostnames"*) echo localhost ;;
+        *) echo "$@" >> "$CALLS" ;;
+    esac""",
+}
+
+
+@pytest.mark.parametrize(("command", "counted"), [("translate", True), ("train", False)])
+def test_a_translation_that_a_signal_ends_counts_as_a_crash(command: str, counted: bool, tmp_path: Path) -> None:
+    """It has kept no piece, so it would be queued again for ever."""
+    for name, content in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "DEEPSPEED_NMT_COMMAND": command}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "SECONDS": "100"}
+    script = str(ROOT / "launch/train.sbatch")
+    done = subprocess.run(
+        [script, "--run", "x"], env={**environment(), **job, **path}, capture_output=True, text=True, timeout=60
+    )
+    assert "ended with status 138" in done.stdout, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [*(["update JobId=7 Comment=crashes:1"] if counted else []), "requeue 7"]
+
+
 def test_every_script_has_help() -> None:
     for script in sorted((ROOT / "launch").rglob("*")):
         if script.is_file() and os.access(script, os.X_OK):

@@ -56,6 +56,7 @@ def test_page_of_a_trained_run(browser: Chromium, trained: Path, tmp_path: Path)
     open_page(browser, out)
     check_page(browser, figures=8)
     assert "finished" in browser("document.querySelector('h1').innerText")
+    assert "missing in the run directory" not in browser("document.body.innerText")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["desk", "phone"])
@@ -75,6 +76,11 @@ def test_controls(browser: Chromium, full_page: Path) -> None:
     assert browser(last) == 200
     skips = f"{loss}.data.find(trace => trace.name === 'skipped update').x"
     assert browser(skips) == [31, 32]
+    is_star = "trace => trace.name === 'best validation'"
+    for name, axis in (("metric-bleu", "y"), ("loss", "y2")):
+        star = f"document.querySelector('[data-figure={name}]').data.find({is_star})"
+        update, height, found = browser(f"[{star}.x[0], {star}.y[0], {star}.yaxis]")
+        assert (update, found) == (200, axis) and (height == 30) == (axis == "y"), "elsewhere along the bottom"
     for axis, value in (("hours", 0.2), ("tokens", 140_000)):
         browser(f"document.querySelector('input[value={axis}]').click()")
         browser.wait(f"{DRAWN} && Math.abs({last} - {value}) < 1e-6 * {value}")

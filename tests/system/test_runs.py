@@ -102,7 +102,7 @@ def test_files_and_metrics_of_a_run(whole: Path) -> None:
     assert {path.name for path in whole.iterdir()} == {
         *("config.yaml", "data.json", "environment.json", "metrics.jsonl", "tensorboard", "checkpoints"),
         "events.jsonl",
-        *("vocabulary.model", "vocabulary.json", "logs", ".lock", "resolved.json"),
+        *("vocabulary.model", "vocabulary.json", "logs", "resolved.json"),
         *("manifest.json", "manifest.json.sha256", "validation"),
     }
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +10,7 @@ import pytest
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.train import disk, saving
-
-
-def words(data: Path, run: Path, *settings: str) -> list[str]:
-    return ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(run), *settings]
+from tests.commands import train_words
 
 
 def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_not(
@@ -27,16 +25,22 @@ def test_a_run_without_room_is_refused_before_it_starts_and_a_finished_one_is_no
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
     settings = [*small, "engine.name=plain", "validation.metrics=[]"]
     run = tmp_path / "run"
-    assert main(words(data, run, *settings)) == 2
+    assert main(train_words(data, run, "--recipe", "transformer_base", *settings)) == 2
     error = capsys.readouterr().err
     assert f"{run}/checkpoints must have room for 2 more checkpoints of " in error
     assert "but its disk has 0 bytes free; free some space, or give another --run" in error
-    assert main(words(data, trained, *settings)) == 0, "nothing is to be done"
+    assert not run.exists(), "nothing is left that was not there"
+    assert main(train_words(data, trained, "--recipe", "transformer_base", *settings)) == 0, "nothing is to be done"
     usage.free = 5 << 20
     monkeypatch.setattr(saving, "available_bytes", lambda: 0)
     capsys.readouterr()
-    assert main(words(data, run, *settings, "training.keep_last=60")) == 0
+    assert main(train_words(data, run, "--recipe", "transformer_base", *settings, "training.keep_last=60")) == 0
     error = capsys.readouterr().err
     assert "is nearly full: it has 5.0 MiB free, room for" in error and "of the 62 checkpoints of " in error
     assert "training waits while checkpoints are written" in error
-    assert (run / "checkpoints/update-0000012/manifest.json").exists()
+    last = run / "checkpoints/update-0000012"
+    for path in run.glob("checkpoints/update-*"):  # a process was killed while it replaced the only checkpoint
+        path.rename(last.with_name(".update-0000012.old-01234567")) if path == last else shutil.rmtree(path)
+    assert main(train_words(data, run, "--recipe", "transformer_base", *settings, "training.keep_last=60")) == 0
+    error = capsys.readouterr().err
+    assert f"{last} is restored" in error and "done: 12 updates" in error and "update 12/12" not in error

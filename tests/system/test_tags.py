@@ -14,8 +14,13 @@ from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.errors import EXIT_USER_ERROR
+from deepspeed_nmt.export.certificate import Certificate
+from deepspeed_nmt.export.runtime import Asked, ExportedTranslator
+from deepspeed_nmt.run.directory import Run
+from deepspeed_nmt.run.export_text import ExportRequest, export_text
 from deepspeed_nmt.sample.corpus import write_sample
 from deepspeed_nmt.text import NO_TAGS, Tags
+from tests.commands import translate
 from tests.support import ROOT, prepare_sample
 from tests.system.conftest import SMALL
 
@@ -32,12 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["train", "--recipe", "transformer_base", "--data", str(data), "--run", str(scratch / "run"), *settings]
     assert main(words) == 0
     return scratch / "run"
-
-
-def translate(run: Path, source: Path, out: Path, *options: str) -> list[str]:
-    words = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), *options]
-    assert main(words) == 0
-    return out.read_text(encoding="utf-8").splitlines()
 
 
 def test_tags_of_the_data_are_those_of_translations(run: Path, tmp_path: Path) -> None:
@@ -95,6 +94,31 @@ def test_validation_is_tagged_and_scored_without_tags(run: Path) -> None:
         assert ours.log_probs == pytest.approx(whole.log_probs[1:], abs=1e-5)
 
 
+def test_exports_know_the_tags(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = Run.open(run)
+    text = export_text(opened, ExportRequest(run, "ctranslate2", "fp32"), 60, 60)
+    assert text.references is not None and len(text.lines) == 60 > 12 + 10
+    assert all(line.startswith("<2de> ") and line.count("<2de>") == 1 for line in text.lines)
+    assert not any("<" in reference for reference in text.references)
+    pytest.importorskip("ctranslate2")
+    words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
+    words += [str(tmp_path / "out"), "--runtime", "ctranslate2"]
+    for options, tag in (([], "<go> in the data of the run"), (["--tag-target", "<bt>"], "<bt>")):
+        assert main([*words, *options]) == EXIT_USER_ERROR
+        error = capsys.readouterr().err
+        assert (
+            f"does not let translations begin with a tag, but --tag-target is {tag}; give --tag-target none" in error
+        )
+    assert not (run / "exports").exists()
+    out = tmp_path / "export"
+    assert main(["export", "--run", str(run), "--format", "ctranslate2", "--out", str(out), "--sentences", "9"]) < 2
+    # The model has learnt too little for a certificate that is passed, which the command needs.
+    there = ExportedTranslator(out, Certificate.read(out), "cpu", Asked(None, {}, tag_target=""))
+    here = Translator.open(run, device="cpu", precision="fp32", tag_target="")
+    lines = (run.parent / "text" / "test.en").read_text(encoding="utf-8").splitlines()
+    assert [best[0].tokens for best in there.stream(lines)] == [each.tokens for each in here.translate(lines)]
+
+
 def test_an_unknown_tag_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["translate", "--run", str(run), "--input", str(run.parent / "text" / "test.en"), "--output"]
     assert main([*words, str(tmp_path / "out"), "--tag", "<2xx>"]) == EXIT_USER_ERROR
@@ -124,7 +148,7 @@ def test_the_script_of_a_multilingual_model(tmp_path: Path) -> None:
     assert len({each.tokenizer().digest for each in data.values()}) == 1
     for language, each in data.items():
         tokenizer, tag = each.tokenizer(), f"<2{language}>"
-        assert each.tags == Tags(source=tag) and each.has_test
+        assert each.tags == Tags(source=tag) and "test.source" in each.meta.files
         for split in ("train", "valid"):
             assert each.corpus(split).source(3)[0] == tokenizer.symbol("source", tag)
         assert each.meta.options["cleaning"]["max_length"] == 90

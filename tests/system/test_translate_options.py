@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -16,7 +17,12 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.commands import translate_pieces
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.nbest import read_nbest
+from deepspeed_nmt.interruption import Interrupted
+from deepspeed_nmt.kernels import packed
+from deepspeed_nmt.methods.transformer import Transformer
+from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run.pieces import Pieces
+from tests import commands
 from tests.system.conftest import SMALL
 
 
@@ -40,9 +46,7 @@ def source(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def translate(run: Path, source: Path, out: Path, *options: str) -> list[str]:
-    command = ["translate", "--run", str(run), "--input", str(source), "--output", str(out), "--max-length", "15"]
-    assert main([*command, *options]) == 0
-    return out.read_text(encoding="utf-8").splitlines()
+    return commands.translate(run, source, out, "--max-length", "15", *options)
 
 
 def test_searches_and_their_rules(run: Path, source: Path, tmp_path: Path) -> None:
@@ -75,6 +79,69 @@ def test_searches_and_their_rules(run: Path, source: Path, tmp_path: Path) -> No
     translator = Translator.open(run, device="cpu", suppress=[piece], suppress_unknown=True, no_repeat_ngram=1)
     for each in translator.translate(source.read_text(encoding="utf-8").splitlines()):
         assert token not in each.tokens and len(set(each.tokens)) == len(each.tokens)
+
+
+def test_texts_beside_the_source_are_translated_in_pieces(
+    run: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, constraints = tmp_path / "prefix", tmp_path / "constraints"
+    prefix.write_text("\ufeffDer Hund\n" + "\n" * 8 + "Heute\n", encoding="utf-8")
+    constraints.write_text("\n" * 8 + "Katze\tnicht wahr\n\n", encoding="utf-8")
+    options = ["--prefix", str(prefix), "--constraints", str(constraints), "--alignment-layer", "2"]
+
+    def outputs(name: str, *more: str) -> list[str]:
+        out, links = tmp_path / name, tmp_path / f"{name}.links"
+        translate(run, source, out, *options, "--alignment", str(links), "--device", "cpu", *more)
+        return [each.read_text(encoding="utf-8") for each in (out, links)]
+
+    whole = outputs("whole")
+    assert whole[0].startswith("Der Hund") and whole[1].count("\n") == 10
+    advance, before = SharedWork.advance, 0
+
+    def stop(self: SharedWork, count: int) -> None:
+        nonlocal before
+        before += 1
+        if before == 6:
+            raise Interrupted(signal.SIGUSR1)
+        advance(self, count)
+
+    command = ["translate", "--run", str(run), "--input", str(source), "--max-length", "15", "--device", "cpu"]
+    command += [*options, "--output", str(tmp_path / "out"), "--alignment", str(tmp_path / "out.links")]
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedWork, "advance", stop)
+        assert main([*command, "--max-tokens", "8"]) == 75
+    assert "pieces are finished, in" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert outputs("out", "--max-tokens", "8") == whole
+    assert "resumes: " in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Pieces, "remove", lambda self: None)
+        assert outputs("out", "--max-tokens", "8") == whole
+    prefix.write_text("Die Katze\n" + "\n" * 9, encoding="utf-8")
+    assert main([*command, "--max-tokens", "8"]) == 2
+    assert "to be resumed, but the text of --prefix was another one; start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_precisions_of_a_cpu(precision: str, run: Path, source: Path, tmp_path: Path) -> None:
+    if (why := packed.obstacle(precision)) is not None:
+        pytest.skip(why)
+    out, cpu = tmp_path / "out", ("--device", "cpu", "--token-scores", "--precision")
+    translate(run, source, out, *cpu, "fp32")
+    exact = [found[0] for found in read_nbest(str(out))]
+    translate(run, source, out, *cpu, precision)
+    rounded = [found[0] for found in read_nbest(str(out))]
+    assert [each.token_log_probs for each in rounded] != [each.token_log_probs for each in exact]
+    # Forced on the same words, both precisions agree up to rounding.
+    lines = source.read_text(encoding="utf-8").splitlines()
+    scores = [
+        [each.log_probs for each in Translator.open(run, device="cpu", precision=name).score(lines, words)]
+        for words in [[each.text for each in exact]]
+        for name in ("fp32", precision)
+    ]
+    worst = max(abs(a - b) for one, two in zip(*scores, strict=True) for a, b in zip(one, two, strict=True))
+    assert 0.0 < worst < 0.1
+    same = sum(one.text == two.text for one, two in zip(exact, rounded, strict=True))
+    assert same >= 5, "most translations of a model of little certainty are the same"
 
 
 def test_alignments(
@@ -116,7 +183,7 @@ def test_alignments(
 
 
 def test_pairs_are_scored_at_every_exit(
-    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, scores = tmp_path / "out", tmp_path / "scores"
     translate(run, source, out, "--token-scores")
@@ -138,6 +205,21 @@ def test_pairs_are_scored_at_every_exit(
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [(int(row[0]), row[1]) for row in rows] == [(number, "1-2") for number in range(10)]
     assert [float(row[2]) for row in rows] == pytest.approx([each["log_prob"] for each in lines[1::4]], abs=1e-3)
+    found = [list(each.log_probs) for each in Translator.open(run, device="cpu", precision="fp32").score(
+        source.read_text(encoding="utf-8").splitlines(), [each.text for each in candidates]
+    )]  # fmt: skip
+    assert main([*command, "--tokens", "--device", "cpu"]) == 0, "in fp32, unless another precision is asked for"
+    printed = [line.split("\t")[6].split() for line in capsys.readouterr().out.splitlines()]
+    assert [[f"{value:.9g}" for value in each] for each in found] == printed
+    if packed.obstacle("bf16") is None:
+        assert main([*command, "--tokens", "--device", "cpu", "--precision", "bf16"]) == 0
+        assert [line.split("\t")[6].split() for line in capsys.readouterr().out.splitlines()] != printed
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformer, "longest_target", property(lambda self: max(map(len, found)) - 1, lambda *_: None))
+        patch.setattr("deepspeed_nmt.search.scoring.token_log_probs", None)  # nothing is scored
+        number = max(range(10), key=lambda n: len(found[n])) + 1
+        assert main(command) == 2
+        assert f"which is all that the model reads, but line {number} has" in capsys.readouterr().err
     out.write_text("one\n", encoding="utf-8")
     assert main(command) == 2
     assert "--source and --target must be aligned line by line, but have 10 and 1 lines" in capsys.readouterr().err

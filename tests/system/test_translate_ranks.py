@@ -26,13 +26,20 @@ class Job:
     """A translation that is started repeatedly."""
 
     def __init__(self, run: Path, data: Path, directory: Path) -> None:
-        self.directory, self.target = directory, directory / "out"
+        self.directory, self.target, self.links = directory, directory / "out", directory / "links"
         self.logs = [directory / "rank0", directory / "rank1"]
-        source = data.parent / "text/train.en"
+        source, prefix = data.parent / "text/train.en", directory / "prefix"
+        lines = source.read_text(encoding="utf-8").count("\n")
+        prefix.write_text("".join("\n" if number % 5 else "Ein\n" for number in range(lines)), encoding="utf-8")
         self.words = ["translate", "--run", str(run), "--input", str(source), "--max-tokens", "64", "--nbest", "2"]
+        self.words += ["--prefix", str(prefix), "--alignment", str(self.links), "--alignment-layer", "2"]
 
-    def command(self, target: Path | None = None) -> list[str]:
-        return ["-m", "deepspeed_nmt", *self.words, "--output", str(target or self.target)]
+    def command(self) -> list[str]:
+        return ["-m", "deepspeed_nmt", *self.words, "--output", str(self.target)]
+
+    def read(self) -> bytes:
+        """Return the translations and their alignments."""
+        return self.target.read_bytes() + self.links.read_bytes()
 
     def start(self) -> list[Program]:
         """Start two ranks."""
@@ -58,7 +65,8 @@ def alone(trained: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     """The translation by one process."""
     job = Job(trained, data, tmp_path_factory.mktemp("alone"))
     run_ranks(job.command(), 1, job.directory, timeout=120)
-    return job.target.read_bytes()
+    assert job.links.read_text().count("\n") == job.target.read_text().count("\n")
+    return job.read()
 
 
 @pytest.fixture
@@ -84,7 +92,7 @@ def test_ten_kills_and_other_numbers_of_ranks_change_no_byte(job: Job, alone: by
                 process.wait()
     finished = job.finished()
     run_ranks(job.command(), 3, job.directory, timeout=120)
-    assert job.target.read_bytes() == alone
+    assert job.read() == alone
     assert f"resumes: {finished} of 50 pieces" in (job.directory / "rank0.log").read_text()
     assert not job.finished() and not list(job.directory.glob(".*")), "nothing is left behind"
 
@@ -103,7 +111,7 @@ def test_a_request_to_one_rank_stops_all_and_they_resume(job: Job, alone: bytes)
         assert kept is not None, said()
         assert 0 <= job.finished() - int(kept[1]) <= 1, "the other rank may finish a piece meanwhile"
     run_ranks(job.command(), 1, job.directory, timeout=120)
-    assert job.target.read_bytes() == alone
+    assert job.read() == alone
 
 
 @pytest.mark.timeout(200)
@@ -136,7 +144,7 @@ def test_workers_of_one_host(job: Job, alone: bytes, request: pytest.FixtureRequ
     assert "stopped by SIGTERM; " in job.logs[0].read_text() and "Traceback" not in job.logs[0].read_text()
     process = start()
     assert process.wait(120) == 0, job.logs[0].read_text()
-    assert job.target.read_bytes() == alone
+    assert job.read() == alone
 
 
 def test_torchrun_as_documented(job: Job, alone: bytes) -> None:
@@ -150,7 +158,7 @@ def test_torchrun_as_documented(job: Job, alone: bytes) -> None:
         [*command, "--output", str(job.target)], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert job.target.read_bytes() == alone and done.stderr.count("sentences in ") == 1
+    assert job.read() == alone and done.stderr.count("sentences in ") == 1
 
 
 def test_what_cannot_be_shared_is_refused(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +169,9 @@ def test_what_cannot_be_shared_is_refused(job: Job, capsys: pytest.CaptureFixtur
         return capsys.readouterr().err
 
     assert "--workers must be at least 1, but is 0" in refused("--workers", "0")
+    assert re.search(
+        r"--workers must be at most \d+, 4 for each CPU core .* is 99999;", refused("--workers", "99999")
+    )
     assert "--input must be a file to be translated by several processes, but is -" in refused(
         "--workers", "2", "--input", "-"
     )

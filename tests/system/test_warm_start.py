@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ import yaml
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.cli import main
+from deepspeed_nmt.evaluate.metrics import METRICS, Scorer
 from deepspeed_nmt.evaluate.nbest import read_nbest
 from deepspeed_nmt.evaluate.reranking import RerankLists
+from deepspeed_nmt.run.directory import Run
 from deepspeed_nmt.train.checkpoint import Checkpoint
 from tests.support import change_settings, run_ranks
 
@@ -237,7 +240,7 @@ def test_an_exit_of_a_run_with_deep_shallow_search_decodes_by_beam(
 def test_a_tuned_pair_chooses_what_translate_writes_with_it(
     data: Path, bottom: Path, grown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All candidates of both nets, in one n-best file, suffice to translate with any alpha and exponent."""
+    """All candidates of both exits, in one n-best file, suffice to translate with any alpha and exponent."""
     nbest, reference = tmp_path / "nbest", str(data.parent / "text" / "test.de")
     nbest.write_text(translated(data, grown, tmp_path, "--beam", "3", "--nbest", "6"), encoding="utf-8")
     lists = read_nbest(str(nbest))
@@ -376,6 +379,7 @@ def test_report_sweep_translates_a_test_set_once(
     hypotheses = translated(data, run, tmp_path).splitlines()
     references = (data.parent / "text" / "test.de").read_text(encoding="utf-8").splitlines()
     assert first["score"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    assert first["scores"] == {"bleu": first["score"]}
     assert first["updates"] == 4 and first["status"] == "finished" and first["hours"] > 0.0  # type: ignore[operator]
     assert reported("last") == first
     with monkeypatch.context() as patch:
@@ -397,6 +401,47 @@ def test_report_sweep_translates_a_test_set_once(
     assert trained["parameters"] == copied["parameters"] == count
     assert main(report) == 0
     assert f"bleu of {data}/test.source" in capsys.readouterr().out
+
+
+def test_report_runs_translates_a_test_set_once_and_records_all_scores(
+    data: Path, bottom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, text = tmp_path / "run", data.parent / "text"
+    shutil.copytree(bottom, run)
+    report = ["report", "runs", str(run), "--out", str(tmp_path / "runs.svg"), "--checkpoint", "last"]
+    command = [*report, "--json", "--input", str(text / "test.en"), "--reference", str(text / "test.de")]
+
+    def scorer(run: Run, references: list[str]) -> Scorer:
+        return Scorer([METRICS["bleu"], METRICS["chrf"]], run.text_form, references)
+
+    def reported() -> dict[str, float]:
+        capsys.readouterr()
+        assert main(command) == 0
+        return {each["metric"]: each["value"] for each in json.loads(capsys.readouterr().out)["test"]}
+
+    assert list(reported()) == ["bleu"], "raw text has one"
+    monkeypatch.setattr(Run, "scorer", scorer)
+    scores = reported()
+    hypotheses = translated(data, run, tmp_path).splitlines()
+    references = (text / "test.de").read_text(encoding="utf-8").splitlines()
+    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score)
+    assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score)
+    recorded = json.loads((run / "test_scores.json").read_text())["scores"]
+    assert [each["metric"] for each in recorded] == ["bleu", "chrf"], "the score that was recorded is kept"
+    monkeypatch.setattr("deepspeed_nmt.run.scores.Translator.open", None)
+    other = {**recorded[0], "value": 99.0, "key": {**recorded[0]["key"], "weights": "those of another checkpoint"}}
+    (run / "test_scores.json").write_text(json.dumps({"scores": [*recorded, other]}))
+    assert reported() == scores
+    assert main(report) == 0
+    assert "chrf of" in capsys.readouterr().out
+    points = [("transformer_base", [f"model.decoder_layers={layers}"]) for layers in (2, 3)]
+    monkeypatch.setattr("deepspeed_nmt.run.sweep.load_sweep", lambda name: points)
+    sweep = ["report", "sweep", "some", "--runs", str(tmp_path), *command[command.index("--input") :]]
+    assert main([*sweep, "--checkpoint", "last", "--out", str(tmp_path / "sweep.svg")]) == 0
+    head, point, missing = (re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines())
+    found = dict(zip(head, point, strict=True))
+    assert {f"test {metric}": f"{value:.2f}" for metric, value in scores.items()}.items() <= found.items()
+    assert len(missing) == len(head)
 
 
 def read_only(path: Path, text: str) -> None:

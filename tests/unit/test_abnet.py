@@ -14,7 +14,7 @@ from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.errors import CheckpointError, ConfigError
 from deepspeed_nmt.methods.abnet import AbNet
 from deepspeed_nmt.methods.bert.config import BertShape
 from deepspeed_nmt.methods.masked_tokens import (
@@ -246,6 +246,21 @@ def test_mask_predict_follows_its_paper(recipe: str, penalty: str) -> None:
             )
     assert not {0, 2, 3, 4} & {token for row in found for each in row for token in each.tokens}
     assert len({frozenset(len(each.tokens) for each in row) for row in found}) > 1
+
+
+@pytest.mark.parametrize("part", ["target_embedding", "length"])
+def test_mask_predict_refuses_a_damaged_model_and_one_in_training(part: str) -> None:
+    model, source_BS = small("abnet_serial"), pairs(2, 5).source_BS
+    search = MaskPredict(MaskPredictConfig(iterations=2), model, V)
+    model.train()
+    with pytest.raises(AssertionError, match=r"model\.eval"):
+        search.search(source_BS)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.get_submodule(part).parameters():
+            parameter.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="predicts NaN"):
+        search.search(source_BS)
 
 
 def test_beam_search_is_refused() -> None:

@@ -1,14 +1,14 @@
-"""The batch plan: every sentence once, the same updates for any number of GPUs, bounded size and padding."""
+"""Batches: every sentence once, the same updates for any number of GPUs, bounded size and padding."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from deepspeed_nmt.data.batching import BatchConfig, cut_update, grain_tokens, shares
+from deepspeed_nmt.data.batching import BatchConfig, divide_update, grain_tokens, shares
 from deepspeed_nmt.data.corpora import Corpora
 from deepspeed_nmt.data.largest import check_lengths, largest_micro_batch
-from deepspeed_nmt.data.plans import tabulated_epoch
+from deepspeed_nmt.data.update_order import tabulated_epoch
 from deepspeed_nmt.errors import ConfigError
 from tests.support import LengthsOnly
 
@@ -23,14 +23,14 @@ def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, 
 
 def test_every_sentence_is_in_exactly_one_update() -> None:
     source, target = lengths(5000)
-    plan = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=4096)
-    assert sorted(plan.rows) == list(range(5000))
+    order = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=4096)
+    assert sorted(order.rows) == list(range(5000))
 
 
 def test_updates_have_the_requested_size() -> None:
     source, target = lengths(20000)
-    plan = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=8192)
-    sizes = np.array([plan.target[plan[u]].sum() for u in range(len(plan) - 1)])
+    order = tabulated_epoch(source, target, seed=1, epoch=0, update_tokens=8192)
+    sizes = np.array([order.target[order[u]].sum() for u in range(len(order) - 1)])
     assert abs(sizes.mean() / 8192 - 1) < 0.02 and sizes.min() > 0.85 * 8192 and sizes.max() < 1.15 * 8192
 
 
@@ -45,8 +45,8 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 def test_epoch_is_pinned() -> None:
     """A change of these values changes every resumed run. It must be deliberate."""
     source = np.arange(2, 42, dtype=np.int32)
-    plan = tabulated_epoch(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
-    assert plan.rows[plan[0]].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
+    order = tabulated_epoch(source, source[::-1].copy(), seed=3, epoch=2, update_tokens=100)
+    assert order.rows[order[0]].tolist() == PINNED_FIRST and order.bounds.tolist() == PINNED_BOUNDS
 
 
 PINNED_FIRST = [4, 3, 2]
@@ -56,13 +56,13 @@ PINNED_BOUNDS = [0, 3, 8, 11, 15, 27, 29, 31, 34, 40]
 @pytest.mark.parametrize(("update", "micro", "ranks"), [(2048, 2048, 1), (8192, 4096, 2), (32768, 8192, 1)])
 def test_padding_is_below_a_tenth_and_size_within_micro_tokens(update: int, micro: int, ranks: int) -> None:
     source, target = lengths(60000)
-    plan = tabulated_epoch(source, target, 1, 0, update)
+    order = tabulated_epoch(source, target, 1, 0, update)
     config = BatchConfig(update_tokens=update, micro_tokens=micro)
     real = padded = 0
-    for u in range(0, len(plan) - 1, max(1, len(plan) // 20)):
-        cut = cut_update(plan.rows[plan[u]], source, target, ranks, config)
-        assert len({len(groups) for groups in cut}) == 1, "every rank makes equally many micro-batches"
-        for group in (g for groups in cut for g in groups if len(g)):
+    for u in range(0, len(order) - 1, max(1, len(order) // 20)):
+        divided = divide_update(order.rows[order[u]], source, target, ranks, config)
+        assert len({len(groups) for groups in divided}) == 1, "every rank makes equally many micro-batches"
+        for group in (g for groups in divided for g in groups if len(g)):
             s, t = source[group], target[group]
             assert len(group) * max(s.max(), t.max()) <= micro
             real += int(s.sum() + t.sum())
@@ -72,28 +72,28 @@ def test_padding_is_below_a_tenth_and_size_within_micro_tokens(update: int, micr
 
 def test_micro_batches_hold_the_sentences_of_the_update_for_any_number_of_ranks() -> None:
     source, target = lengths(3000)
-    plan = tabulated_epoch(source, target, 1, 0, 8192)
-    update = plan.rows[plan[2]]
+    order = tabulated_epoch(source, target, 1, 0, 8192)
+    update = order.rows[order[2]]
     for ranks in (1, 2, 3, 8, 64):
-        cut = cut_update(update, source, target, ranks, BatchConfig(update_tokens=8192, micro_tokens=1024))
-        assert len(cut) == ranks
-        assert sorted(np.concatenate([g for groups in cut for g in groups])) == sorted(update)
+        divided = divide_update(update, source, target, ranks, BatchConfig(update_tokens=8192, micro_tokens=1024))
+        assert len(divided) == ranks
+        assert sorted(np.concatenate([g for groups in divided for g in groups])) == sorted(update)
 
 
 def test_simultaneous_micro_batches_of_ranks_have_similar_sizes() -> None:
     source, target = lengths(60000)
-    plan = tabulated_epoch(source, target, 1, 0, 32768)
-    update = plan.rows[plan[5]]
-    cut = cut_update(update, source, target, 4, BatchConfig(update_tokens=32768, micro_tokens=4096))
-    for step in zip(*cut, strict=True):
+    order = tabulated_epoch(source, target, 1, 0, 32768)
+    update = order.rows[order[5]]
+    divided = divide_update(update, source, target, 4, BatchConfig(update_tokens=32768, micro_tokens=4096))
+    for step in zip(*divided, strict=True):
         sizes = [len(g) * max(source[g].max(), target[g].max()) if len(g) else 0 for g in step]
         assert min(sizes) > 0.6 * max(sizes)
 
 
 def test_fewer_sentences_than_ranks_give_empty_micro_batches() -> None:
     source, target = lengths(3)
-    cut = cut_update(np.arange(3), source, target, 8, BatchConfig(update_tokens=512, micro_tokens=512))
-    assert sorted(len(g) for groups in cut for g in groups)[:5] == [0] * 5
+    divided = divide_update(np.arange(3), source, target, 8, BatchConfig(update_tokens=512, micro_tokens=512))
+    assert sorted(len(g) for groups in divided for g in groups)[:5] == [0] * 5
 
 
 def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:
@@ -103,7 +103,7 @@ def test_a_sentence_longer_than_micro_tokens_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"micro_tokens must be at least .* pair 42 with 300 tokens, but is 256"):
         check_lengths(Corpora.of(LengthsOnly(source, target)), config)
     with pytest.raises(ConfigError, match="300 tokens"):
-        cut_update(np.arange(100), source, target, 1, config)
+        divide_update(np.arange(100), source, target, 1, config)
 
 
 def test_a_grain_is_at_most_an_update() -> None:
@@ -128,23 +128,23 @@ def test_no_micro_batch_is_larger_than_the_largest_expected(
     def size(group: np.ndarray) -> int:
         return len(group) * int(np.maximum(source[group], target[group]).max()) if len(group) else 0
 
-    plan = tabulated_epoch(source, target, 1, 0, update_tokens)
-    largest = size(largest_micro_batch(plan, Corpora.of(LengthsOnly(source, target)), ranks, config))
+    order = tabulated_epoch(source, target, 1, 0, update_tokens)
+    largest = size(largest_micro_batch(order, Corpora.of(LengthsOnly(source, target)), ranks, config))
     seen = []
     for epoch in range(2):
-        plan = tabulated_epoch(source, target, 1, epoch, update_tokens)
-        for update in range(len(plan)):
-            cut = cut_update(plan.rows[plan[update]], source, target, ranks, config)
-            seen += [size(group) for groups in cut for group in groups]
+        order = tabulated_epoch(source, target, 1, epoch, update_tokens)
+        for update in range(len(order)):
+            divided = divide_update(order.rows[order[update]], source, target, ranks, config)
+            seen += [size(group) for groups in divided for group in groups]
     assert max(seen) <= 1.05 * largest and largest <= micro_tokens
     assert largest <= 1.15 * max(seen), "with small updates the expected size is not larger than theirs"
 
 
 def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
     target = np.array([10] * 50 + [20] * 25, dtype=np.int32)
-    plan = tabulated_epoch(target, target, 1, 0, 400)
+    order = tabulated_epoch(target, target, 1, 0, 400)
     config = BatchConfig(update_tokens=400, micro_tokens=200)
-    assert largest_micro_batch(plan, Corpora.of(LengthsOnly(target, target)), 1, config).tolist() == list(
+    assert largest_micro_batch(order, Corpora.of(LengthsOnly(target, target)), 1, config).tolist() == list(
         range(50, 60)
     )
 
@@ -153,6 +153,6 @@ def test_the_longest_of_equally_large_micro_batches_is_expected() -> None:
 def test_a_sentence_that_fills_a_micro_batch_is_cut(short: int) -> None:
     """The search for the smallest size may end above the bound: four sentences of 126 tokens are too many for 500."""
     lengths = np.array([500, *[short] * 12], dtype=np.int32)
-    cut = cut_update(np.arange(13), lengths, lengths, 1, BatchConfig(update_tokens=4096, micro_tokens=500))
-    assert sorted(np.concatenate(cut[0])) == list(range(13))
-    assert max(len(group) * int(lengths[group].max()) for group in cut[0] if len(group)) == 500
+    divided = divide_update(np.arange(13), lengths, lengths, 1, BatchConfig(update_tokens=4096, micro_tokens=500))
+    assert sorted(np.concatenate(divided[0])) == list(range(13))
+    assert max(len(group) * int(lengths[group].max()) for group in divided[0] if len(group)) == 500

@@ -22,9 +22,9 @@ from deepspeed_nmt.search import SEARCHES, Hypothesis
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.extensions import largest
 from deepspeed_nmt.search.length_penalty import LengthPenalty
+from tests.models import BOS, EOS, PAD, padded, random_sources
 from tests.support import batch_of
 
-PAD, BOS, EOS = 0, 1, 2
 SEEDS = [1, 2, 3]
 
 
@@ -44,13 +44,7 @@ def transformer(seed: int, vocab_size: int = 24, sharpness: float = 3.0) -> Tran
 
 
 def sources(seed: int, lengths: list[int], vocab_size: int = 24) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [[*torch.randint(3, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
-
-
-def padded(rows: list[list[int]]) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+    return random_sources(lengths, vocab_size, seed, least=3)
 
 
 def beam_search(model: TranslationModel, **settings: object) -> BeamSearch:

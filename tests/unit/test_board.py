@@ -24,6 +24,7 @@ from deepspeed_nmt.methods.transformer import TransformerConfig, build_transform
 from deepspeed_nmt.run.attention_images import AttentionImages
 from deepspeed_nmt.train.board import LAYOUT
 from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.progress import Progress
 from tests.support import batch_of
 
 V = Vocabulary(50)
@@ -53,8 +54,8 @@ def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> 
     for run, update in (("a", 0), ("a", 2), ("b", 0)):
         (tmp_path / run).mkdir(exist_ok=True)
         with Metrics(tmp_path / run, True, update, 9) as metrics:
-            metrics.log(update + 1, {"valid/loss": 2.0})
-            metrics.log(update + 2, {"valid/loss": 1.0})
+            metrics.log(Progress(update=update + 1), {"valid/loss": 2.0})
+            metrics.log(Progress(update=update + 2), {"valid/loss": 1.0})
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     multiplexer.Reload()
     provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
@@ -70,6 +71,11 @@ def test_a_resumed_run_and_a_second_one_have_each_chart_once(tmp_path: Path) -> 
 def test_tags_are_in_the_charts_that_are_meant() -> None:
     assert charts_of("train/loss") == charts_of("valid/news/nll") == ["training and validation, nats per token"]
     assert charts_of("valid/bleu", "valid/mean/lossy", "valid/news/chrf") == ["metrics of all validation sets"]
+    further = ["further sums of the objective"]
+    assert charts_of("train/divergence") == charts_of("train/of_a_new_regularizer") == further
+    every_run = ("ppl", "grad_norm", "lr", "loss_scale", "skipped", "spikes", "rollbacks", "target_tokens")
+    assert not set(further) & set(charts_of(*(f"train/{name}" for name in every_run)))
+    assert charts_of("train/loss_of_lengths") == further, "a name that begins as another one"
     assert charts_of("train/news/nll") == ["loss by corpus, nats per token"]
     assert charts_of("norm/gradient/top_decoder/layer_01") == ["norm of the gradient, decoder"]
     assert charts_of("norm/update/source_embedding") == ["change of the weights, elsewhere"]

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,13 +126,66 @@ def test_a_full_disk_keeps_the_existing_checkpoints(
 
 
 def test_what_a_killed_process_left_goes_with_the_next_checkpoint(store: CheckpointStore) -> None:
-    for name in (".update-0000003.tmp", ".average.tmp"):  # of an update that this run does not save, and another's
+    # Of an update that this run does not save, of an older version, and of an average.
+    for name in (".update-0000003.partial-01234567", ".update-0000003.tmp", ".average.partial-01234567"):
         (store.directory / name).mkdir(parents=True)
-    (store.directory / ".update-0000004.tmp").touch()
+    (store.directory / ".update-0000004.old.tmp").touch()
     save(store, 4)
-    assert sorted(each.name for each in store.directory.glob(".*")) == [".average.tmp"]
+    assert sorted(each.name for each in store.directory.glob(".*")) == [".average.partial-01234567"]
     store.save_average([store.read("update-0000004")])
     assert not list(store.directory.glob(".*"))
+
+
+def killed_between_the_renames(store: CheckpointStore, update: int) -> None:
+    """Write a checkpoint of other progress in a process that is killed once the old one is moved away."""
+    child = os.fork()
+    if child == 0:
+        rename = Path.rename
+
+        def die_at(path: Path, target: Path) -> Path:
+            if ".partial-" in path.name:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, target)
+
+        Path.rename = die_at  # type: ignore[method-assign]
+        store.save(Progress(update=update, train_seconds=9.0), EngineScalars(), states(5.0))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_checkpoint_that_a_killed_process_moved_away_is_restored(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 7)
+    killed_between_the_renames(store, 7)
+    assert store.names() == []
+    store.restore()  # what is left of the new one may be written by a process that lives
+    assert newest(store).weight("a")[0, 0] == 7.0 and "update-0000007 is restored: a killed" in caplog.text
+    assert len(list(store.directory.glob(".update-*"))) == 1
+    killed_between_the_renames(store, 7)
+    save(store, 8)
+    assert store.names() == ["update-0000007", "update-0000008"] and not list(store.directory.glob(".update-*"))
+    assert store.read("update-0000007").progress == progress(7)
+
+
+def test_a_damaged_checkpoint_that_a_killed_process_moved_away_is_removed(store: CheckpointStore) -> None:
+    save(store, 7)
+    damage(store, 7)
+    killed_between_the_renames(store, 7)
+    save(store, 8)
+    assert store.names() == ["update-0000008"] and not list(store.directory.glob(".update-*"))
+
+
+def test_another_choice_of_the_best_is_recorded_in_the_same_checkpoint(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2, best=1)
+    files = {path: path.stat().st_ino for path in (store.directory / "update-0000002").glob("*.safetensors")}
+    chosen = replace(progress(2, best=2), best_by="valid/late", awaited=(), validations_since_best=3)
+    store.save(chosen, EngineScalars(2, 8.0, 2), states(99.0))
+    assert newest(store).progress == chosen and store.open("best").progress.update == 2
+    assert {path: path.stat().st_ino for path in files} == files, "weights and moments stay"
+    store.save(replace(chosen, train_seconds=9.0), EngineScalars(2, 8.0, 2), states(99.0))
+    assert newest(store).weight("a")[0, 0] == 99.0, "the same update, trained again after a rollback"
 
 
 def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,26 +18,27 @@ from deepspeed_nmt.evaluate.curves import RunCurves, validation_measures
 from deepspeed_nmt.evaluate.metrics import METRICS
 from deepspeed_nmt.evaluate.significance import p_value_of_scores
 from deepspeed_nmt.run.gains import Compared, is_significant
-from deepspeed_nmt.run.late_results import Choice, LateMetrics
+from deepspeed_nmt.run.late_results import LateMetrics, choice_by
 from deepspeed_nmt.run.validation import MEAN, ValidationConfig
 from deepspeed_nmt.run.validation_texts import ValidationTexts, plain_sources
 from deepspeed_nmt.text import TextForm
 from deepspeed_nmt.train.checkpoint import State, write_state
-from deepspeed_nmt.train.choosing import choose_late, judge, record_best, with_awaited
+from deepspeed_nmt.train.choosing import record_best, update_best, update_best_late, with_pending_score
 from deepspeed_nmt.train.events import EVENTS_FILE, Events
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import LateValidation, Validation
+from deepspeed_nmt.train.validation import Choice, LateResult, Validation
 from tests.unit.test_program_metrics import program
 
 UNKNOWN = -math.inf
+BY_A = Choice("valid/a")
 
 
 def judged(*scores: tuple[float, float], significant: bool = True) -> list[tuple[int, int, int]]:
     """Best update, validations that count for patience, and update that reset them, after each (score, loss)."""
     progress, found = Progress(), []
     for update, (score, loss) in enumerate(scores, 1):
-        validation = Validation({}, "valid/a", score, loss)
-        progress, _ = judge(progress, update, validation, lambda new, old: significant)
+        validation = Validation({}, BY_A, score, loss)
+        progress, _ = update_best(progress, update, validation, lambda new, old: significant)
         found.append((progress.best_update, progress.validations_since_best, progress.patience_update))
     return found
 
@@ -51,8 +52,9 @@ def test_a_validation_without_a_score_is_the_best_only_while_no_score_is_known()
 def test_events_have_the_measure_that_chose_and_its_value_with_its_sign(tmp_path: Path) -> None:
     events = Events(tmp_path, active=True)
     for score, sign in ((-53.5, 1), (-2.0, -1), (0.2, 1)):
-        found = Validation({}, "valid/news/len of ab", score, 3.25, least=1.0 if score > 0 else -math.inf, sign=sign)
-        record_best(events, judge(Progress(update=8), 8, found, lambda update, over: True)[0], found)
+        choice = Choice("valid/news/len of ab", least=1.0 if score > 0 else -math.inf, sign=sign)
+        found = Validation({}, choice, score, 3.25)
+        record_best(events, update_best(Progress(update=8), 8, found, lambda update, than: True)[0], found)
     lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert [(line["measure"], line["score"]) for line in lines] == [
         ("valid/news/len", -53.5), ("valid/news/len", 2.0), ("valid/news/loss", 3.25),
@@ -70,36 +72,36 @@ def test_gains_add_up_since_patience_was_reset() -> None:
     asked: list[tuple[int, int]] = []
     progress = Progress()
     for update, score in enumerate((1.0, 2.0, 3.0, 4.0), 1):
-        found = Validation({}, "valid/a", score, 1.0)
-        progress, _ = judge(progress, update, found, lambda new, old: asked.append((new, old)) or new == 3)
+        found = Validation({}, BY_A, score, 1.0)
+        progress, _ = update_best(progress, update, found, lambda new, old: asked.append((new, old)) or new == 3)
     assert asked == [(2, 1), (3, 1), (4, 3)] and progress.patience_update == 3
     older = Progress(best_score=1.0, best_loss=1.0, best_by="valid/a", best_update=7)
-    judge(older, 9, Validation({}, "valid/a", 2.0, 1.0), lambda new, old: asked.append((new, old)) or True)
+    update_best(older, 9, Validation({}, BY_A, 2.0, 1.0), lambda new, old: asked.append((new, old)) or True)
     assert asked[-1] == (9, 7), "a checkpoint of before"
-    near_chance = Validation({}, "valid/a", 0.5, 0.5, least=1.0)
+    near_chance = Validation({}, replace(BY_A, least=1.0), 0.5, 0.5)
     before = replace(older, best_score=0.5)
-    assert judge(before, 9, near_chance, lambda new, old: False)[0].validations_since_best == 0
+    assert update_best(before, 9, near_chance, lambda new, old: False)[0].validations_since_best == 0
 
 
 def test_late_scores_choose_among_checkpoints_that_are_kept(caplog: pytest.LogCaptureFixture) -> None:
-    def late(update: int, score: float | None, by: str = "valid/a") -> LateValidation:
-        return LateValidation(update, {}, 0, None if score is None else Validation({}, by, score, 1.0))
+    def late(update: int, score: float | None, by: str = "valid/a") -> LateResult:
+        return LateResult(update, 0, {}, None if score is None else Validation({}, Choice(by), score, 1.0))
 
     before = Progress(
         update=9, best_score=0.5, best_loss=1.0, best_by="valid/a", best_update=3, awaited=(4, 5, 6, 7, 8)
     )
     found = [late(2, 9.0), late(4, 0.6), late(5, 0.9), late(6, None), late(7, 0.1), late(8, 8.0, "valid/b")]
-    after, best = choose_late(before, found, [3, 4, 6, 9], lambda new, old: True, warn=True)
+    after, best = update_best_late(before, found, [3, 4, 6, 9], lambda new, old: True, warn=True)
     assert best and (after.best_update, after.best_score, after.awaited) == (4, 0.6, (6,))
     assert after.validations_since_best == 1, "of update 7; that of 5 has no checkpoint"
     assert caplog.messages == [
         "valid/a of update 5 is the best so far, but its checkpoint was not kept; raise validation.late_keep"
     ]
-    assert choose_late(after, found, [3, 4, 6, 9], lambda new, old: True, warn=True) == (after, False)
-    awaiting = Validation({}, "valid/a", UNKNOWN, 1.0, may_await=2)
-    assert with_awaited(replace(before, awaited=(7, 8)), awaiting, warn=True).awaited == (8, 9)
+    assert update_best_late(after, found, [3, 4, 6, 9], lambda new, old: True, warn=True) == (after, False)
+    awaiting = Validation({}, BY_A, UNKNOWN, 1.0, pending_limit=2)
+    assert with_pending_score(replace(before, awaited=(7, 8)), awaiting, warn=True).awaited == (8, 9)
     assert "valid/a of update 7 has not come, and its checkpoint is no longer kept" in caplog.messages[-1]
-    assert with_awaited(before, replace(awaiting, may_await=0), warn=True) == before
+    assert with_pending_score(before, replace(awaiting, pending_limit=0), warn=True) == before
 
 
 def test_progress_with_an_unknown_score_and_awaited_ones_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -108,15 +110,22 @@ def test_progress_with_an_unknown_score_and_awaited_ones_is_read_as_it_was_writt
     assert State.model_validate_json((tmp_path / "state.json").read_bytes()).progress == progress
 
 
+def test_late_results_reach_other_ranks_as_they_are(tmp_path: Path) -> None:
+    choice = choice_by(METRICS["ter"], MEAN, ["", "n"], " of x")
+    validation = choice.validation({"valid/loss": 1.0, "valid/n/loss": 3.0})
+    for result in (LateResult(4, 70, {"valid/ter": 40.0}, validation), LateResult(5, 0, {}, None)):
+        assert LateResult.read(json.loads(json.dumps(asdict(result)))) == result
+
+
 def test_the_mean_is_known_when_all_its_values_are() -> None:
-    choice = Choice.of(METRICS["ter"], MEAN, ["", "n"], " of x")
+    choice = choice_by(METRICS["ter"], MEAN, ["", "n"], " of x")
     losses = {"valid/loss": 1.0, "valid/n/loss": 3.0}
-    found = choice.judge({**losses, "valid/ter": 40.0})
+    found = choice.validation({**losses, "valid/ter": 40.0})
     assert found.score == UNKNOWN and found.values["valid/mean/loss"] == found.loss == 2.0
-    found = choice.judge({**losses, "valid/ter": 40.0, "valid/n/ter": 50.0})
-    assert (found.best_by, found.score, found.values["valid/mean/ter"]) == ("valid/mean/ter of x", -45.0, 45.0)
-    loss = Choice.of(None, "n", ["", "n"], "").judge(losses)
-    assert (loss.score, loss.least, "valid/mean/loss" in loss.values) == (-3.0, math.inf, False)
+    found = choice.validation({**losses, "valid/ter": 40.0, "valid/n/ter": 50.0})
+    assert (found.choice.by, found.score, found.values["valid/mean/ter"]) == ("valid/mean/ter of x", -45.0, 45.0)
+    loss = choice_by(None, "n", ["", "n"], "").validation(losses)
+    assert (loss.score, loss.choice.least, "valid/mean/loss" in loss.values) == (-3.0, math.inf, False)
 
 
 def test_results_of_late_programs_are_taken_in_once_and_failures_end_the_wait(
@@ -127,24 +136,26 @@ def test_results_of_late_programs_are_taken_in_once_and_failures_end_the_wait(
     for name in ("", "n"):
         ValidationTexts(tmp_path, name).begin(["x"], ["y"], [], 0)
     late = LateMetrics(tmp_path, config)
-    choice = Choice.of(config.commands["a"], "", ["", "n"], "")
+    choice = choice_by(config.commands["a"], "", ["", "n"], "")
     for update in (1, 2, 10_000_000):
         late.start(update, 100 * update, {"valid/loss": 1.0 * update}, choice)
     for process in late._processes.values():
         process.wait(20)
-    assert late.outstanding() == [1, 2, 10_000_000] and late.is_awaited(1)
+    assert late.pending_updates() == [1, 2, 10_000_000] and late.has_pending_score(1)
     main, other = (ValidationTexts(tmp_path, name) for name in ("", "n"))
     main.result(1, "a").write_text("Loading\n")
     found = {each.update: each for each in late.collect((1, 2, 3))}
-    assert found[1].found is None and not late.is_awaited(2) and late.outstanding() == [1, 10_000_000]
-    unknown = found[2].found
-    assert unknown is not None and (unknown.best_by, unknown.score, unknown.loss) == ("valid/a", UNKNOWN, 2.0)
-    assert found[3].found is not None and found[3].found.best_by == "", "its record is lost, so it never comes"
+    assert found[1].validation is None and not late.has_pending_score(2) and late.pending_updates() == [1, 10_000_000]
+    unknown = found[2].validation
+    assert unknown is not None and (unknown.choice.by, unknown.score, unknown.loss) == ("valid/a", UNKNOWN, 2.0)
+    assert found[3].validation is not None and found[3].validation.choice.by == "", (
+        "its record is lost, so it never comes"
+    )
     assert sum("a.sh ended with status 3, so valid/" in message for message in caplog.messages) == 2
     main.result(1, "a").write_text("0.25\n")
     (first,) = late.collect(())
     assert (first.update, first.values, first.target_tokens) == (1, {"valid/a": 0.25}, 100)
-    assert first.found is not None and first.found.score == 0.25
+    assert first.validation is not None and first.validation.score == 0.25
     other.result(1, "a").write_text("0.5\n")
     resumed = LateMetrics(tmp_path, config)
     (first,) = resumed.collect(())
@@ -152,7 +163,9 @@ def test_results_of_late_programs_are_taken_in_once_and_failures_end_the_wait(
     assert resumed.collect(()) == [] and [each.update for each in resumed.collect((1,))] == [1]
     assert sum("/main/update-0000001.a.result has 'Loading'; it is" in message for message in caplog.messages) == 1
     main.path(1, "json").write_text('{"update": 1}')
-    assert [each.found and each.found.best_by for each in resumed.collect((1,))] == [""], "a damaged record"
+    assert [each.validation and each.validation.choice.by for each in resumed.collect((1,))] == [""], (
+        "a damaged record"
+    )
 
 
 def test_translations_are_dropped_after_the_checkpoint_of_other_sentences_and_beyond_the_bound(

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,34 +70,34 @@ def test_sources_are_shuffled_among_sentences(tmp_path: Path) -> None:
 def test_it_warns_after_grace_and_patience_and_again_if_the_collapse_persists(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    judge = monitor(tmp_path).judge
+    check = monitor(tmp_path).check
     caplog.set_level(logging.WARNING, logger="deepspeed_nmt")
     low, good, lost = {RELIANCE: 0.01, NLL: 2.0}, {RELIANCE: 0.9, NLL: 2.0}, {RELIANCE: 0.9, NLL: 4.0}
     bad = 0
     for update, values in ((100, low), (200, low), (300, good), (400, low)):
-        bad, fatal = judge(update, values, bad)
+        bad, fatal = check(update, values, bad)
         assert not fatal
     assert not caplog.messages, "no warning in the grace period, nor without two bad measurements in a row"
-    assert judge(500, low, bad) == (2, "")
+    assert check(500, low, bad) == (2, "")
     assert "update 500: the decoder ignores its source" in caplog.messages[0]
     assert "rises by only 0.010 nats a token (collapse.threshold is 0.2), in 2 measurements" in caplog.messages[0]
-    assert judge(600, low, 2) == (3, "")
-    assert judge(700, lost, 3) == (4, "")
+    assert check(600, low, 2) == (3, "")
+    assert check(700, lost, 3) == (4, "")
     assert "the decoder predicts worse than guessing. Its validation loss is 4.00 nats" in caplog.messages[1]
     assert "(guessing: 3.91)" in caplog.messages[1] and len(caplog.messages) == 2
 
 
 def test_it_can_stop_the_run(tmp_path: Path) -> None:
-    judge = monitor(tmp_path, action="stop", patience=1, grace=7).judge
-    bad, fatal = judge(8, {RELIANCE: 0.0, NLL: 1.0}, 0)
+    check = monitor(tmp_path, action="stop", patience=1, grace=7).check
+    bad, fatal = check(8, {RELIANCE: 0.0, NLL: 1.0}, 0)
     assert bad == 1 and fatal.startswith("update 8: the decoder ignores its source")
 
 
 def test_a_resumed_run_stops_at_the_next_bad_measurement(tmp_path: Path) -> None:
-    judge = monitor(tmp_path, action="stop", patience=3).judge
+    check = monitor(tmp_path, action="stop", patience=3).check
     low, good = {RELIANCE: 0.0, NLL: 1.0}, {RELIANCE: 0.9, NLL: 1.0}
-    assert [bool(judge(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
-    assert judge(500, good, 4) == (0, "")
+    assert [bool(check(500, low, bad)[1]) for bad in range(5)] == [False, False, True, True, True]
+    assert check(500, good, 4) == (0, "")
 
 
 def test_it_measures_at_every_kth_update(tmp_path: Path) -> None:
@@ -120,3 +122,30 @@ def test_the_replica_copies_the_parameters_once_for_an_update() -> None:
     for update, asked in ((3, 1), (3, 1), (4, 2)):
         with replica.at(update) as model:
             assert not model.training and engine.asked == asked
+
+
+def test_the_replica_copies_no_old_weights_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights are gathered there; weights of the same update come from the host. The meta device is the GPU."""
+    found: list[str] = []
+    real = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *target: Any) -> torch.nn.Module:
+        found.extend({parameter.device.type for parameter in module.parameters()})
+        return real(module, *target)
+
+    engine = mock.Mock(device=torch.device("meta"))
+    engine.parameters.side_effect = lambda: iter(())
+    config = TransformerConfig(dim=16, ffn_dim=16, heads=2, encoder_layers=1, decoder_layers=1)
+    replica = Replica(build_transformer(config, Vocabulary(9)), engine)
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: module.to_empty(device="cpu"))
+    for update in (3, 3, 4):
+        with replica.at(update) as model:
+            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert found == ["meta", "cpu", "meta"] and engine.parameters.call_count == 2
+    engine.parameters.side_effect = RuntimeError("a rank is lost")
+    with pytest.raises(RuntimeError, match="lost"), replica.at(5):
+        pass
+    engine.parameters.side_effect = lambda: iter(())
+    with replica.at(4):  # which were overwritten
+        assert engine.parameters.call_count == 4

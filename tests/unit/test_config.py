@@ -10,6 +10,8 @@ import yaml
 
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import RunConfig, load_config, load_recorded, validate_recorded
+from deepspeed_nmt.engine.config import uses_deepspeed
+from deepspeed_nmt.engine.settings import EngineSettings, resolve_engine_for
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.methods.consistency import ConsistencyConfig
 from deepspeed_nmt.methods.recurrent import RecurrentConfig
@@ -247,6 +249,83 @@ def test_runs_from_before_loops_and_exits_were_corrected_compute_as_before() -> 
     config = validate_recorded({"model": {"name": "recurrent"}, "objective": {"multi_softmax": {"exits": "2x2"}}})
     assert config.model.model_dump()["deepnorm_depth"] == "layers"
     assert config.objective["multi_softmax"].model_dump()["inverse_probability"] is False
+
+
+def uses_deepspeed_on(ranks: int, config: RunConfig) -> bool:
+    """Return True if a run of these settings uses DeepSpeed."""
+    return uses_deepspeed(config.engine, ranks)
+
+
+def test_a_configuration_of_deepspeed_chooses_deepspeed_on_one_rank_too(tmp_path: Path) -> None:
+    assert not uses_deepspeed_on(1, load_config()) and uses_deepspeed_on(2, load_config())
+    file = tmp_path / "mine.yaml"
+    file.write_text("engine: {ds_config: zero2}\n")
+    for config in (
+        load_config(settings=["engine.ds_config=zero2"]),
+        load_config(settings=["engine.name=auto", "engine.ds_config=zero2"]),
+        load_config(file=file),
+        load_config(options={"engine": {"ds_config": "zero2"}}),
+    ):
+        assert uses_deepspeed_on(1, config)
+        assert (config.engine.name, config.engine.ds_config) == ("deepspeed", "zero2"), "so it is recorded"
+    assert not uses_deepspeed_on(1, load_config(file=file, settings=["engine.ds_config=null"]))
+
+    def resolved(ranks: int, *settings: str) -> EngineSettings:
+        engine = load_config(settings=settings).engine
+        return resolve_engine_for(engine, 1.0, ranks=ranks, data_ranks=ranks, native="fp32")
+
+    assert [resolved(1).zero_stage, resolved(2).zero_stage] == [None, 2]
+    assert resolved(1, "engine.ds_config=zero3_offload").zero_stage == 3
+    with pytest.raises(ConfigError, match="did you mean 'zero2'"):
+        resolved(1, "engine.ds_config=zero22")
+
+
+def test_a_configuration_of_deepspeed_is_refused_with_plain_torch(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("engine: {ds_config: mine.json}\n")
+    message = (
+        r"engine\.ds_config must be left out with engine\.name=plain, .* but is 'mine\.json'; use engine\.name=dee"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_config(settings=["engine.name=plain", "engine.ds_config=mine.json"])
+    with pytest.raises(ConfigError, match=message):
+        load_config(file=file, settings=["engine.name=plain"])
+    config = load_config(file=file, settings=["engine.name=plain", "engine.ds_config=null"])
+    assert not uses_deepspeed_on(8, config)
+
+
+@pytest.mark.parametrize("ds_config", ["zero2", "zero3_offload"])
+@pytest.mark.parametrize("name", ["auto", "plain", "deepspeed"])
+def test_older_runs_resume_with_the_engine_that_they_had(name: str, ds_config: str, tmp_path: Path) -> None:
+    # They recorded the default as zero2, and ignored ds_config on one rank and with plain torch.
+    file = tmp_path / "config.yaml"
+    settings = yaml.safe_load(RunConfig().to_yaml())
+    settings["engine"] |= {"name": name, "ds_config": ds_config}
+    file.write_text(yaml.safe_dump(settings))
+    alone, several = name == "deepspeed", name != "plain"
+    found = [load_recorded(file), validate_recorded(settings), load_config(file=file, resumed=file)]
+    found.append(load_config(file=file, settings=["engine.precision=fp32"], resumed=file))
+    for config in found:
+        assert (uses_deepspeed_on(1, config), uses_deepspeed_on(2, config)) == (alone, several)
+        assert (config.engine.ds_config or "zero2") == ds_config or name == "plain"
+    assert not uses_deepspeed_on(2, load_config(file=file, settings=["engine.name=plain"], resumed=file))
+    if name != "plain":
+        config = load_config(file=file, settings=["engine.ds_config=zero1"], resumed=file)
+        assert uses_deepspeed_on(1, config) and config.engine.ds_config == "zero1"
+    if ds_config == "zero2":
+        tuned = load_config(file=file)
+        assert uses_deepspeed_on(1, tuned) == alone, "a new run with the settings of this one"
+        settings["engine"]["ds_config"] = None
+        assert name == "deepspeed" or found[0] == validate_recorded(settings), "equal settings of both versions"
+
+
+def test_a_run_of_this_version_resumes_with_the_engine_that_it_had(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for words, alone in ((["engine.ds_config=zero2"], True), ([], False), (["engine.name=plain"], False)):
+        config = load_config(settings=words)
+        file.write_text(config.to_yaml())
+        assert load_config(file=file, resumed=file) == load_config(file=file) == load_recorded(file) == config
+        assert uses_deepspeed_on(1, load_recorded(file)) == alone
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.console import log_to, setup_logging
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.evaluate.curves import METRICS_FILE, RunCurves
+from deepspeed_nmt.evaluate.page.log import RunLog
 from deepspeed_nmt.evaluate.picture import check_picture
 from deepspeed_nmt.train.metrics import Metrics
+from deepspeed_nmt.train.progress import Progress
 
 GOOD = [{"update": update, "train/target_tokens": 100.0 * update, "valid/bleu": 1.0 * update} for update in (1, 2, 3)]
 BAD = [
@@ -51,7 +54,7 @@ def test_a_report_of_a_damaged_log(damaged: Path, capsys: pytest.CaptureFixture[
 
 def test_a_run_continues_a_damaged_log(damaged: Path) -> None:
     with Metrics(damaged, True, 2, 9) as metrics:
-        metrics.log(3, {"valid/bleu": 5.0})
+        metrics.log(Progress(update=3), {"valid/bleu": 5.0})
     lines = (damaged / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["update"] for line in lines] == [1, 2, 3]
 
@@ -66,29 +69,48 @@ def test_training_continues_without_metrics(
 
     setup_logging()
     with Metrics(tmp_path, True, 0, 9) as metrics:
-        metrics.log(1, {"valid/bleu": 1.0})
+        metrics.log(Progress(update=1), {"valid/bleu": 1.0})
         board = metrics._board
         assert board is not None
         board.flush()
         with monkeypatch.context() as disk:
             disk.setattr(RecordWriter, "write", full)
             for update in (2, 3, 4):
-                metrics.log(update, {"valid/bleu": 2.0})
+                metrics.log(Progress(update=update), {"valid/bleu": 2.0})
                 if metrics._board is not None:
                     with suppress(OSError):
                         metrics._board.flush()
-        metrics.log(5, {"valid/bleu": 5.0})
+        metrics.log(Progress(update=5), {"valid/bleu": 5.0})
     error = capsys.readouterr().err
     assert error.count("metrics could not be written") == 1 and "Traceback" not in error
     lines = (tmp_path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["update"] for line in lines] == [1, 2, 3, 4, 5]
 
 
+def test_the_log_is_valid_json_and_numbers_that_are_not_finite_are_read_as_nan(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    with Metrics(tmp_path, True, 0, 9) as metrics:
+        metrics.log(Progress(update=1, target_tokens=70), {"train/grad_norm": math.inf, "train/loss": math.nan})
+    older = b'{"update": 2, "train/target_tokens": 90.0, "train/loss": NaN, "train/grad_norm": -Infinity}\n'
+    file = tmp_path / METRICS_FILE
+    assert json.loads(file.read_text(), parse_constant=refuse) == {
+        "update": 1, "train/target_tokens": 70.0, "train/grad_norm": None, "train/loss": None,
+    }  # fmt: skip
+    file.write_bytes(file.read_bytes() + older)
+    curves, log = RunCurves(tmp_path), RunLog.read(tmp_path)
+    assert log.damaged == 0 and curves.tokens == 90.0
+    for tag in ("train/loss", "train/grad_norm"):
+        for read in (curves.curve(tag), log.series(tag)):
+            assert read.updates == [1, 2] and not any(map(math.isfinite, read.values)), tag
+
+
 def test_a_full_disk_at_the_end_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     setup_logging()
     with Metrics(tmp_path, True, 0, 9) as metrics:
-        metrics.log(1, {"valid/bleu": 1.0})
+        metrics.log(Progress(update=1), {"valid/bleu": 1.0})
     assert capsys.readouterr().err.count("metrics could not be written") == 1
 
 
@@ -99,8 +121,8 @@ def test_lines_that_a_bar_shows_are_logged_to_the_file_only(
     log_to(tmp_path / "log")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Metrics(tmp_path, True, 0, 9) as metrics:
-        metrics.log(1, {"train/loss": 5.0})
-        metrics.log(2, {"valid/loss": 4.0})
+        metrics.log(Progress(update=1), {"train/loss": 5.0})
+        metrics.log(Progress(update=2), {"valid/loss": 4.0})
     console, log = capsys.readouterr().err, (tmp_path / "log").read_text()
     assert "update 1/9: loss 5.000" in log and "update 2/9: valid loss 4.000" in log
     assert "update 1/9" not in console and "update 2/9" in console

@@ -16,6 +16,7 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.passes import Passes
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.kernels.segments import Segments
 from deepspeed_nmt.methods.ald import ALD, ALDConfig, contrastive_loss, sentence_states
 from deepspeed_nmt.methods.consistency import Consistency, ConsistencyConfig
 from deepspeed_nmt.methods.cross_attention_drop import (
@@ -27,6 +28,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import Transformer, TransformerConfig, build_transformer
 from deepspeed_nmt.nn.layers import Context, DecoderLayer, Draw, LayerParts
 from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.tally import Tally
 from tests.support import batch_of
 
 V = Vocabulary(40)
@@ -266,6 +268,21 @@ def test_sentence_state_is_the_mean_over_real_positions() -> None:
     means = sentence_states(states, real)
     torch.testing.assert_close(means[0], states[0, :2].mean(0))
     assert not means[1].any(), "zero, not NaN, for a sentence of padding"
+    packed = states.flatten(0, 1)[[0, 1, 3, 5]].unsqueeze(0).requires_grad_()  # the last one is the tail
+    segments = Segments.of([2, 1], 4)
+    ours = sentence_states(packed, torch.tensor([[True, True, False, True]]), segments)
+    torch.testing.assert_close(ours, means)
+    (gradient,) = torch.autograd.grad(ours.sum(), packed)
+    assert gradient[0, :, 0].tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_sentence_states_of_packed_rows_take_no_padded_rows() -> None:
+    """One sentence of 500 tokens among 500 of one: in rows they would be 250 times as many."""
+    segments = Segments.of([500] + [1] * 500, 1000).to(lambda tensor: tensor.to("meta"))
+    states = torch.empty(1, 1000, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with Tally() as tally:
+        sentence_states(states, torch.ones(1, 1000, dtype=torch.bool, device="meta"), segments).sum().backward()
+    assert tally.peak_bytes < 4 * 4 * states.numel()
 
 
 def test_ald_is_averaged_over_the_updates_sentences() -> None:

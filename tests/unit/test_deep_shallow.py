@@ -17,7 +17,7 @@ from deepspeed_nmt.search.deep_shallow import DeepShallow, DeepShallowConfig
 from deepspeed_nmt.search.ensemble import Ensemble
 from tests import transformer_equations as equations
 
-Net = Callable[[tuple[int, ...]], list[float]]
+Predict = Callable[[tuple[int, ...]], list[float]]
 Mean = Callable[[str, tuple[int, ...]], float]
 Table = Callable[[str, tuple[int, ...]], list[list[float]]]
 V = Vocabulary(20)
@@ -45,11 +45,11 @@ def plain(seed: int) -> TranslationModel:
     return model.double().eval()
 
 
-def plain_beam(net: Net, width: int, limit: int, power: float) -> list[tuple[int, ...]]:
+def plain_beam(predict: Predict, width: int, limit: int, power: float) -> list[tuple[int, ...]]:
     """Search for translations as docs/architecture.md describes it, with every prefix computed anew.
 
     Args:
-        net: returns log p of the next token of a prefix.
+        predict: returns log p of the next token of a prefix.
         width: beam size K.
         limit: largest number of tokens, EOS included.
         power: length penalty: length^power divides a log-probability.
@@ -62,7 +62,7 @@ def plain_beam(net: Net, width: int, limit: int, power: float) -> list[tuple[int
     for length in range(1, limit + 1):
         extensions = []
         for prefix, log_p in live:
-            row = net(prefix)
+            row = predict(prefix)
             words = [V.eos] if length == limit else [word for word in range(V.size) if word not in (V.pad, V.bos)]
             extensions += [(prefix, word, log_p + row[word]) for word in words]
         extensions.sort(key=lambda extension: -extension[2])
@@ -79,10 +79,10 @@ def winner(
     """Rerank as Wu et al. (2019) did: the best of each list by its own total, then the better of the two.
 
     Args:
-        shallow: n-best list of the shallow net.
-        deep: n-best list of the deep net.
-        mean: mean log-probability of a translation under a net.
-        alpha: weight of the net that wrote the list.
+        shallow: n-best list of the shallow exit.
+        deep: n-best list of the deep exit.
+        mean: mean log-probability of a translation by an exit.
+        alpha: weight of the exit that wrote the list.
         exponent: of the length.
     """
     best = []
@@ -99,10 +99,10 @@ def winner(
 @pytest.mark.parametrize(("alpha", "exponent"), [(0.5, 0.4), (0.9, 0.0), (0.1, 1.0), (0.7, -1.0)])
 @pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
 def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha: float, exponent: float) -> None:
-    """Beams with both nets, scores by both nets, and the choice, all by the equations."""
+    """Beams from both exits, scores by both exits, and the choice, all by the equations."""
     model = grown(attend=attend)
     with torch.no_grad():
-        for parameter in model.top_decoder.parameters():  # the lists of both nets differ
+        for parameter in model.top_decoder.parameters():  # the lists of both exits differ
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     limits = {"max_length_ratio": 1.0, "max_length_extra": 2}
     config = DeepShallowConfig(beam=3, length_penalty="mean", alpha=alpha, exponent=exponent, **limits)
@@ -113,22 +113,22 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
 
         @cache
         @torch.no_grad()
-        def table(net: str, tokens: tuple[int, ...], source: tuple[int, ...] = tuple(source)) -> list[list[float]]:
+        def table(exit: str, tokens: tuple[int, ...], source: tuple[int, ...] = tuple(source)) -> list[list[float]]:
             given = [V.bos, *tokens]
-            if net == "deep":
+            if exit == "deep":
                 states = equations.grown(model, "pre", 2, source, given, attend == "h1_plus_input")
             else:
                 states = equations.bottom(model.bottom, "pre", 2, source, given)
             rows: list[list[float]] = equations.log_probs(states, weight).tolist()
             return rows
 
-        def mean(net: str, tokens: tuple[int, ...], table: Table = table) -> float:
-            log_p = [line[token] for line, token in zip(table(net, tokens), [*tokens, V.eos], strict=True)]
+        def mean(exit: str, tokens: tuple[int, ...], table: Table = table) -> float:
+            log_p = [line[token] for line, token in zip(table(exit, tokens), [*tokens, V.eos], strict=True)]
             return sum(log_p) / len(log_p)
 
         lists = {
-            net: plain_beam(lambda prefix, n=net, t=table: t(n, prefix)[-1], 3, len(source) + 2, 1.0)
-            for net in ("shallow", "deep")
+            exit: plain_beam(lambda prefix, n=exit, t=table: t(n, prefix)[-1], 3, len(source) + 2, 1.0)
+            for exit in ("shallow", "deep")
         }
         tokens, total = winner(lists["shallow"], lists["deep"], mean, alpha, exponent)
         best = found[row][0]
@@ -136,8 +136,8 @@ def test_deep_shallow_decoding_is_the_procedure_of_the_paper(attend: str, alpha:
         assert {tuple(each.tokens) for each in found[row]} == {*lists["shallow"], *lists["deep"]}
         for each in found[row]:
             key = tuple(each.tokens)
-            expected = {net: mean(net, key) for net in lists} | {
-                f"by_{net}": float(key in lists[net]) for net in lists
+            expected = {exit: mean(exit, key) for exit in lists} | {
+                f"by_{exit}": float(key in lists[exit]) for exit in lists
             }
             assert each.features == pytest.approx(expected, rel=1e-5)
             assert each.log_prob == pytest.approx(mean("deep", key) * (len(key) + 1), rel=1e-5)

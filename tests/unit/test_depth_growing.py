@@ -18,7 +18,7 @@ from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.nn.layers import Draw
 from deepspeed_nmt.parallel.world import World
 from tests import transformer_equations as equations
-from tests.support import batch_of
+from tests.models import two_pairs
 
 V = Vocabulary(40)
 
@@ -28,13 +28,6 @@ def growing(dropout: float = 0.0, **settings: object) -> DepthGrowing:
     shape = {"dim": 16, "ffn_dim": 24, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "norm": "post"}
     config = DepthGrowingConfig.model_validate({**shape, "dropout": dropout, **settings})
     return build_depth_growing(config, V)
-
-
-def batch(update: int = 1) -> Batch:
-    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
-    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
-    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 def sentences(data: Batch) -> Iterator[tuple[list[int], list[int], list[int]]]:
@@ -49,7 +42,7 @@ def sentences(data: Batch) -> Iterator[tuple[list[int], list[int], list[int]]]:
 @pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
 def test_loss_and_gradients_are_those_of_the_equations(norm: str, residual_norm: bool, attend: str) -> None:
     """Equations 1 to 3 of Wu et al. 2019, for both exits, with the gradients of all that is trained."""
-    model, data = growing(norm=norm, residual_norm=residual_norm, attend=attend).double().train(), batch()
+    model, data = growing(norm=norm, residual_norm=residual_norm, attend=attend).double().train(), two_pairs()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -80,7 +73,7 @@ def test_exits() -> None:
 
 @pytest.mark.parametrize("attend", ["h1", "h1_plus_input"])
 def test_cached_steps_equal_one_pass(attend: str) -> None:
-    model, data = growing(attend=attend).double().eval(), batch()
+    model, data = growing(attend=attend).double().eval(), two_pairs()
     memory = model.encode(data.source_BS)
     whole = model.projection(model.decode(data.target_input_BT, memory)[0])
     cache = model.begin()
@@ -103,7 +96,7 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
     world = World(rank=0, ranks=1, local_rank=0, device=torch.device("cpu"))
     engine = PlainEngine(module, optimizer, 1.0, "fp32", world)
     for update in range(1, 4):
-        engine.update([batch(update)], 6, 0.01)
+        engine.update([two_pairs(update)], 6, 0.01)
     now = dict(model.named_parameters())
     assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
     assert all(not torch.equal(now[name], weight) for name, weight in moving.items())
@@ -114,14 +107,14 @@ def test_the_bottom_is_frozen_to_the_bit_and_has_no_optimizer_state() -> None:
 
 
 def test_the_bottom_saves_no_tensors_for_the_backward_pass() -> None:
-    model, data = growing().train(), batch()
+    model, data = growing().train(), two_pairs()
     memory = model.encode(data.source_BS)
     assert memory.below_BSD is not None and not memory.below_BSD.requires_grad and memory.states_BSD.requires_grad
 
 
 def test_the_bottom_saves_nothing_either_if_no_gradient_is_wanted() -> None:
     """The bottom's decoder follows r(x) in training only."""
-    model, data = growing(attend="h1_plus_input").train(), batch()
+    model, data = growing(attend="h1_plus_input").train(), two_pairs()
     memory = model.encode(data.source_BS)
     assert memory.below_BSD is not None and memory.below_BSD.requires_grad
     with torch.no_grad():
@@ -130,7 +123,7 @@ def test_the_bottom_saves_nothing_either_if_no_gradient_is_wanted() -> None:
 
 @pytest.mark.parametrize("frozen_dropout", [True, False])
 def test_dropout_of_the_frozen_part_can_be_switched_off(frozen_dropout: bool) -> None:
-    model, data = growing(dropout=0.5, frozen_dropout=frozen_dropout).train(), batch()
+    model, data = growing(dropout=0.5, frozen_dropout=frozen_dropout).train(), two_pairs()
     first, second = (model.encode(data.source_BS).below_BSD for _ in range(2))
     assert torch.equal(first, second) is not frozen_dropout
     assert not model.eval().bottom.training
@@ -146,4 +139,4 @@ def test_drop_depth_counts_the_layers_of_the_top() -> None:
     assert all(layer.cross_attention is not None for layer in model.bottom.decoder.layers)
     assert [layer.cross_attention is None for layer in model.top_decoder.layers] == [True, False]
     assert sorted(model.cross_attending()) == [1, 2, 4]
-    model.train().decode(batch().target_input_BT, model.encode(batch().source_BS), Draw(1, 1))
+    model.train().decode(two_pairs().target_input_BT, model.encode(two_pairs().source_BS), Draw(1, 1))

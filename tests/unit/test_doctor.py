@@ -19,20 +19,20 @@ from deepspeed_nmt.cli import main
 from deepspeed_nmt.commands import doctor as command
 from deepspeed_nmt.doctor import examination, files, gpu, job, limits, network, software, table
 from deepspeed_nmt.doctor.examination import TOGETHER, Line, Result
-from deepspeed_nmt.doctor.findings import Context, Finding, Gpu, Output, expanded, fault, local_ranks, ok, run_program
+from deepspeed_nmt.doctor.findings import Finding, HostGpu, JobContext, Output, fault, ok, run_program
 from deepspeed_nmt.doctor.report import json_of, text_of
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace, expanded, local_ranks
 
-V100 = Gpu("Tesla V100", "580.65", 16.0, 0.1, (7, 0))
+V100 = HostGpu("Tesla V100", "580.65", 16.0, 0.1, (7, 0))
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
+def context(tmp_path: Path) -> JobContext:
     """One rank on a host without GPUs."""
-    return Context(Place(0, 1, 0), "here", tmp_path, environment={"PATH": os.environ["PATH"]}, local_ranks=1)
+    return JobContext(RankPlace(0, 1, 0), "here", tmp_path, environment={"PATH": os.environ["PATH"]}, local_ranks=1)
 
 
-def with_environment(context: Context, **environment: str) -> Context:
+def with_environment(context: JobContext, **environment: str) -> JobContext:
     return replace(context, environment={**context.environment, **environment})
 
 
@@ -81,8 +81,8 @@ def test_equal_lines_of_hosts_are_printed_once() -> None:
     assert list(text_of(Result([], ["a"], 1)))[-1] == "1 host, 1 rank: no fault"
 
 
-def test_a_check_that_fails_is_a_warning(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(context: Context) -> list[Finding]:
+def test_a_check_that_fails_is_a_warning(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(context: JobContext) -> list[Finding]:
         raise ZeroDivisionError("why\nnot")
 
     monkeypatch.setattr(examination, "OF_A_HOST", {"one": fail, "two": lambda context: [ok("fine")]})
@@ -92,7 +92,7 @@ def test_a_check_that_fails_is_a_warning(context: Context, monkeypatch: pytest.M
         Line("here", "two", "ok", "fine"),
         Line("here", "three", "fault", "bad"),
     ]
-    second = replace(context, place=Place(1, 2, 1))
+    second = replace(context, place=RankPlace(1, 2, 1))
     assert [line.check for line in examination.examine_alone(second)] == ["three"]
 
 
@@ -109,6 +109,7 @@ def test_a_program_that_hangs_or_is_missing_is_an_output() -> None:
 def test_ranks_of_a_host() -> None:
     assert expanded("8(x2),4") == [8, 8, 4]
     assert local_ranks({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == 2
+    assert local_ranks({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "3"}) == 3, "as `deepspeed` tells it"
     assert local_ranks({"RANK": "0", "WORLD_SIZE": "4"}) == 0
     assert local_ranks({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}) == 4
 
@@ -120,7 +121,7 @@ def test_ranks_of_a_step_get_a_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.delenv(name)
     for name, value in {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1001", "SLURM_STEP_NODELIST": "node[7-8]"}.items():
         monkeypatch.setenv(name, value)
-    found = examination.context_of(Place(1, 2, 0), tmp_path / "run/of/mine", 9.0)
+    found = examination.context_of(RankPlace(1, 2, 0), tmp_path / "run/of/mine", 9.0)
     assert (found.environment["MASTER_ADDR"], found.environment["MASTER_PORT"]) == ("node7", "27007")
     assert found.directory == tmp_path, "nothing is made"
 
@@ -128,14 +129,14 @@ def test_ranks_of_a_step_get_a_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_p
 # Software.
 
 
-def test_a_torch_that_cannot_be_imported(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_imported(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     text = only(software.torch(replace(context, gpus=[V100])), "fault")
     assert text.startswith("torch must be importable, but is not (") and "requirements/v100.txt" in text
     assert gpu.torch_build(context) == [] and examination._alone(context) == []
 
 
-def test_wrong_packages(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_packages(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["torch>=99", "no-such-package>=1", 'zstandard; extra == "zstd"', "tqdm"]
     monkeypatch.setattr(software.metadata, "requires", lambda name: wanted)
     first, second = (finding.text for finding in software.packages(context))
@@ -143,14 +144,14 @@ def test_wrong_packages(context: Context, monkeypatch: pytest.MonkeyPatch) -> No
     assert second == "no-such-package>=1 must be installed, but is missing; `pip install -r requirements/cpu.txt`"
 
 
-def test_a_deepspeed_that_does_not_end(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_that_does_not_end(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "run_python", lambda *words: Output(-1, "", "no end within 180 s"))
     assert "must be importable for training on several ranks, but is not (no end within 180 s)" in only(
         software.deepspeed(context), "fault"
     )
 
 
-def test_a_missing_compiler(context: Context, tmp_path: Path) -> None:
+def test_a_missing_compiler(context: JobContext, tmp_path: Path) -> None:
     bare = with_environment(context, PATH=str(tmp_path))
     assert "engine.compile=layers and ZeRO's offload, but neither gcc nor clang" in only(
         software.compiler(bare), "warning"
@@ -160,7 +161,7 @@ def test_a_missing_compiler(context: Context, tmp_path: Path) -> None:
     assert only(software.compiler(named), "fault").startswith("CC must name a C compiler, but is no-such-cc -m64")
 
 
-def test_kernels_that_fail(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_fail(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = {"triton": {"softmax": "triton is wrong by 3 on V100\nx", "layer_norm": None}, "apex": {}}
     monkeypatch.setattr(software, "run_python", lambda *words: Output(0, f"noise\n{json.dumps(failures)}\n", ""))
     text = only(software.kernels(replace(context, gpus=[V100])), "fault")
@@ -180,10 +181,10 @@ def smi(tmp_path: Path, script: str) -> str:
     return f"{tmp_path}:{os.environ['PATH']}"
 
 
-def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, context: Context) -> None:
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, context: JobContext) -> None:
     assert gpu.query(str(tmp_path)) == (None, "")
     old = smi(tmp_path, 'case "$1" in *compute_cap*) echo unknown field; exit 2;; esac; echo "K80, 418.1, 11441, 5"')
-    assert gpu.query(old)[0] == [Gpu("K80", "418.1", 11441 / 1024, 5 / 1024, (0, 0), gpu.query(old)[0][0].states)]
+    assert gpu.query(old)[0] == [HostGpu("K80", "418.1", 11441 / 1024, 5 / 1024, (0, 0), gpu.query(old)[0][0].states)]
     found, problem = gpu.query(smi(tmp_path, "echo NVIDIA-SMI has failed; exit 9"))
     broken = replace(context, gpus=found, driver_problem=problem)
     assert "nvidia-smi must list the GPUs, but fails (NVIDIA-SMI has failed)" in only(gpu.gpus(broken), "fault")
@@ -193,7 +194,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, context: Context) -> None
     assert gpu.gpus(context)[0].level == "ok"
 
 
-def test_gpus_of_two_kinds(context: Context) -> None:
+def test_gpus_of_two_kinds(context: JobContext) -> None:
     text = only(gpu.gpus(replace(context, gpus=[V100, replace(V100, name="A100", gib=80.0)])), "warning")
     assert "should be of one kind, but are 1 x Tesla V100 (16 GiB), 1 x A100 (80 GiB)" in text
 
@@ -213,7 +214,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def test_a_torch_without_kernels_for_the_gpu(context: Context, cuda: SimpleNamespace) -> None:
+def test_a_torch_without_kernels_for_the_gpu(context: JobContext, cuda: SimpleNamespace) -> None:
     volta = replace(context, gpus=[V100])
     text = only(gpu.torch_build(volta), "fault")
     assert text.startswith("torch must have kernels for its GPU, the Tesla V100 (sm_70), but ")
@@ -222,7 +223,7 @@ def test_a_torch_without_kernels_for_the_gpu(context: Context, cuda: SimpleNames
     assert gpu.torch_build(volta)[0].level == "ok"
 
 
-def test_a_driver_that_is_too_old(context: Context, cuda: SimpleNamespace) -> None:
+def test_a_driver_that_is_too_old(context: JobContext, cuda: SimpleNamespace) -> None:
     cuda.available = False
     text = only(gpu.torch_build(replace(context, gpus=[replace(V100, driver="535.104.05")])), "fault")
     assert "the NVIDIA driver must be 580 or newer for torch " in text and "(CUDA 13.0), but is 535.104.05" in text
@@ -231,7 +232,7 @@ def test_a_driver_that_is_too_old(context: Context, cuda: SimpleNamespace) -> No
     assert text.endswith("but is 470.1; update the driver"), "no lock would help"
 
 
-def test_gpus_that_torch_does_not_see(context: Context, cuda: SimpleNamespace) -> None:
+def test_gpus_that_torch_does_not_see(context: JobContext, cuda: SimpleNamespace) -> None:
     cuda.available = False
     hidden = replace(with_environment(context, CUDA_VISIBLE_DEVICES=""), gpus=[V100, V100])
     assert "CUDA_VISIBLE_DEVICES must name a GPU, but is '', so torch sees none of 2" in only(
@@ -242,18 +243,18 @@ def test_gpus_that_torch_does_not_see(context: Context, cuda: SimpleNamespace) -
     assert gpu.torch_build(context) == [], "no GPU, no check"
 
 
-def test_a_rank_without_a_gpu(context: Context, cuda: SimpleNamespace) -> None:
-    second = replace(context, gpus=[V100], place=Place(1, 2, 1))
+def test_a_rank_without_a_gpu(context: JobContext, cuda: SimpleNamespace) -> None:
+    second = replace(context, gpus=[V100], place=RankPlace(1, 2, 1))
     assert only(gpu.gpu_of_rank(second), "fault").startswith("local rank 1 needs a GPU of its own, but sees 1")
-    assert gpu.gpu_of_rank(replace(second, place=Place(0, 2, 0))) == []
+    assert gpu.gpu_of_rank(replace(second, place=RankPlace(0, 2, 0))) == []
 
 
 # Network.
 
 
-def test_names_that_do_not_resolve(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_do_not_resolve(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_addresses", lambda name: [])
-    several = replace(context, place=Place(0, 2, 0))
+    several = replace(context, place=RankPlace(0, 2, 0))
     text = only(network.names(several), "fault")
     assert text.startswith("the name of each host must resolve, but here does not know its own")
     assert network.names(context)[0].level == "ok", "a single host needs no name"
@@ -273,7 +274,7 @@ def test_names_that_do_not_resolve(context: Context, monkeypatch: pytest.MonkeyP
         ("NCCL_SOCKET_IFNAME", "none,lo", True),
     ],
 )
-def test_interfaces(context: Context, name: str, value: str, fits: bool) -> None:
+def test_interfaces(context: JobContext, name: str, value: str, fits: bool) -> None:
     findings = network.interfaces(with_environment(context, **{name: value}))
     if fits:
         assert [finding.level for finding in findings] == ["ok"] and f"{name}={value}" in findings[0].text
@@ -283,21 +284,21 @@ def test_interfaces(context: Context, name: str, value: str, fits: bool) -> None
         )
 
 
-def test_infiniband_that_is_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infiniband_that_is_switched_off(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "infiniband", lambda: ["mlx5_0"])
     off = replace(with_environment(context, NCCL_IB_DISABLE="1"), gpus=[V100])
     text = only(network.interfaces(off), "warning")
     assert text.startswith("NCCL should use InfiniBand (mlx5_0), but NCCL_IB_DISABLE is 1")
 
 
-def test_ports(context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ports(context: JobContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network, "_is_free", lambda number: number != 29500)
     monkeypatch.setattr(network, "_EPHEMERAL", tmp_path / "range")
     assert only(network.port(context), "warning").startswith("port 29500, the default of `deepspeed` and `torchrun`")
     assert network.port(with_environment(context, MASTER_PORT="29501"))[0].level == "ok"
     assert "but is 'x'" in only(network.port(with_environment(context, MASTER_PORT="x")), "fault")
     (tmp_path / "range").write_text("1024\t65535\n")
-    text = only(network.port(replace(context, place=Place(0, 2, 0))), "warning")
+    text = only(network.port(replace(context, place=RankPlace(0, 2, 0))), "warning")
     assert text.startswith(
         "ports 20000 to 30000 should be free for rank 0, but this system gives ports 1024 to 65535"
     )
@@ -334,7 +335,7 @@ def statvfs(monkeypatch: pytest.MonkeyPatch, free: int, nodes: int = 10**6) -> N
     ],
 )
 def test_room(
-    context: Context, free: int, nodes: int, level: str, text: str, monkeypatch: pytest.MonkeyPatch
+    context: JobContext, free: int, nodes: int, level: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_WRITTEN_BYTES", 2**20)
     monkeypatch.setattr(files, "_SLOW", 0.0)
@@ -345,7 +346,7 @@ def test_room(
 
 
 def test_a_file_system_that_is_slow_volatile_and_without_locks(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: object, operation: int) -> None:
         raise OSError(38, "Function not implemented")
@@ -371,7 +372,7 @@ def test_the_file_system_is_the_one_mounted_last_above(tmp_path: Path, monkeypat
     assert files._file_system(tmp_path) == "lustre" and files._file_system(Path("/")) == "ext4"
 
 
-def test_a_cache_that_cannot_be_written(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda place, mode: not str(place).startswith("/proc"))
     text = only(files.temporary(with_environment(context, TRITON_CACHE_DIR="/proc/none")), "fault")
     assert text == "kernels are compiled in /proc, which must be writable, but is not; set TRITON_CACHE_DIR"
@@ -383,11 +384,10 @@ def test_a_cache_that_cannot_be_written(context: Context, monkeypatch: pytest.Mo
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """A function that writes a file of /proc, or with a path that begins with cgroup/ of the control groups."""
-    monkeypatch.setattr(limits, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(limits, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "_ROOT", tmp_path)
 
     def write(path: str, text: str) -> None:
-        place = tmp_path / (path if path.startswith("cgroup/") else f"proc/{path}")
+        place = tmp_path / (f"sys/fs/{path}" if path.startswith("cgroup/") else f"proc/{path}")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
 
@@ -395,7 +395,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     return write
 
 
-def test_little_memory(context: Context, system: Callable[[str, str], None]) -> None:
+def test_little_memory(context: JobContext, system: Callable[[str, str], None]) -> None:
     assert [finding.level for finding in limits.memory(context)] == ["ok"]
     system("self/cgroup", "0::/job/step\n")
     system("cgroup/job/memory.max", f"{8 * 2**30}\n")
@@ -404,28 +404,30 @@ def test_little_memory(context: Context, system: Callable[[str, str], None]) -> 
     text = only(limits.memory(context), "fault")
     assert text.startswith("each rank needs 3.0 GiB of this host's memory before the model, but 2.0 GiB of 8.0 GiB")
     assert "(limit of the job or container) are free for 1 rank" in text
+    system("cgroup/job/memory.stat", f"inactive_file {2 * 2**30}\n")
+    assert limits.memory(context)[0].text.startswith("memory: 4.0 GiB of 8.0 GiB"), "the cache of files is no use"
     system("self/cgroup", "4:memory:/old\n")
     system("cgroup/memory/old/memory.limit_in_bytes", f"{2**30}\n")
     assert "of 1.0 GiB" in only(limits.memory(context), "fault")
 
 
-def test_memory_that_is_not_overcommitted(context: Context, system: Callable[[str, str], None]) -> None:
+def test_memory_that_is_not_overcommitted(context: JobContext, system: Callable[[str, str], None]) -> None:
     system("sys/vm/overcommit_memory", "2\n")
     assert only(limits.memory(context), "warning").startswith("vm.overcommit_memory should be 0 or 1, but is 2")
 
 
-def test_little_shared_memory(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     statvfs(monkeypatch, 64 * 2**20)
     assert limits.shared_memory(context)[0].level == "ok"
     text = only(limits.shared_memory(replace(context, local_ranks=8)), "fault")
     assert text.startswith("/dev/shm must have 64 MiB free for each rank of this host, but has 64 MiB for 8")
 
 
-def test_limits_of_a_process(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_a_process(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536, resource.RLIMIT_NPROC: 100}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], resource.RLIM_INFINITY))
     monkeypatch.setattr(limits, "infiniband", lambda: ["mlx5_0"])
-    many = replace(context, place=Place(0, 64, 0))
+    many = replace(context, place=RankPlace(0, 64, 0))
     assert [finding.text.partition(", but ")[0] for finding in limits.processes(many)] == [
         "the limit of open files must be at least 1,280 for 64 ranks",
         "locked memory must be unlimited for InfiniBand (mlx5_0)",
@@ -448,7 +450,7 @@ def test_limits_of_a_process(context: Context, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_threads(
-    context: Context,
+    context: JobContext,
     given: str,
     ranks: int,
     cpus: int,
@@ -514,7 +516,7 @@ GOOD = "Requeue=1 BatchFlag=1 TimeLimit=1-00:00:00 EndTime=2999-01-01T00:00:00"
     ],
 )
 def test_jobs(
-    context: Context, record: str, script: str | None, level: str, text: str, monkeypatch: pytest.MonkeyPatch
+    context: JobContext, record: str, script: str | None, level: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_of(monkeypatch, record) if script is None else job_of(monkeypatch, record, script)
     findings = job.job(with_environment(context, SLURM_JOB_ID="7"))
@@ -524,17 +526,17 @@ def test_jobs(
         assert only(findings, level).startswith(text)
 
 
-def test_a_job_without_its_controller(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_its_controller(context: JobContext, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = with_environment(context, SLURM_JOB_ID="7")
     monkeypatch.setattr(job.shutil, "which", lambda name, path: None)
     assert only(job.job(inside), "warning").startswith("scontrol should be on PATH in a SLURM job")
     monkeypatch.setattr(job.shutil, "which", lambda name, path: name)
     monkeypatch.setattr(job, "run_program", lambda words, limit_s: Output(1, "", "refused"))
     assert "scontrol should show job 7, but cannot (refused)" in only(job.job(inside), "warning")
-    assert job.job(context)[0].level == "ok" and job.job(replace(inside, place=Place(1, 2, 0))) == []
+    assert job.job(context)[0].level == "ok" and job.job(replace(inside, place=RankPlace(1, 2, 0))) == []
 
 
-def test_tasks_and_gpus(context: Context) -> None:
+def test_tasks_and_gpus(context: JobContext) -> None:
     step = with_environment(context, SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x2)")
     four, two = replace(step, gpus=[V100] * 4, local_ranks=2), replace(step, gpus=[V100], local_ranks=2)
     assert "must have one task for each GPU, but has 2 tasks and 4 GPUs; `--ntasks-per-node 4`" in only(

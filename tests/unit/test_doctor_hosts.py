@@ -15,11 +15,11 @@ import torch.distributed as dist
 from deepspeed_nmt import parallel
 from deepspeed_nmt.doctor import hosts
 from deepspeed_nmt.doctor.examination import TOGETHER, _begin_to_join, _Meeting
-from deepspeed_nmt.doctor.findings import Context, Finding, Output
+from deepspeed_nmt.doctor.findings import Finding, JobContext, Output
 from deepspeed_nmt.doctor.hosts import Group, judge, missing_hosts
 from deepspeed_nmt.errors import ConfigError, TrainingError
 from deepspeed_nmt.parallel.exchange import Exchange
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.trial import WAITED, Outcome
 
 VERSIONS = {"torch": "2.13.0", "Python": "3.11.7"}
@@ -34,8 +34,8 @@ def groups(directories: list[Path], *versions: dict[str, Any], limit_s: float = 
     }
     return [
         Group(
-            Context(Place(rank, ranks, 0), f"node{rank}", directory, limit_s, {}),
-            Exchange(Place(rank, ranks, 0), store),
+            JobContext(RankPlace(rank, ranks, 0), f"node{rank}", directory, limit_s, {}),
+            Exchange(RankPlace(rank, ranks, 0), store),
             facts,
         )
         for rank, directory in enumerate(directories)
@@ -137,13 +137,13 @@ def test_a_trial_reports_what_nccl_uses(monkeypatch: pytest.MonkeyPatch) -> None
 def test_hosts_of_missing_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "run_program", lambda words, limit_s: Output(0, "a\nb\nc\n", ""))
     step = {"SLURM_STEP_NODELIST": "[a-c]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    context = Context(Place(0, 6, 0), "a", tmp_path, environment=step, local_ranks=2)
+    context = JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment=step, local_ranks=2)
     assert missing_hosts(context, {0: "a.cluster", 1: "a", 2: "b", 4: "c"}, [3, 5]) == ["b", "c"]
     cyclic = {0: "a", 1: "b", 3: "a", 4: "b"}
     assert missing_hosts(context, cyclic, [2, 5]) == ["c"], "ranks are not in the order of nodes"
-    bare = Context(Place(0, 6, 0), "a", tmp_path, environment={}, local_ranks=2)
+    bare = JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment={}, local_ranks=2)
     assert missing_hosts(bare, {0: "a", 2: "b"}, [1, 4]) == ["a", "host 2 of the launcher, counted from 0"]
-    assert missing_hosts(Context(Place(0, 6, 0), "a", tmp_path, environment={}), {0: "a"}, [1]) == []
+    assert missing_hosts(JobContext(RankPlace(0, 6, 0), "a", tmp_path, environment={}), {0: "a"}, [1]) == []
 
 
 def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_torch_is_imported_before_a_second_thread_starts(tmp_path: Path, monkeyp
         def submit(self, *call: Any) -> Any:
             imported.append(name in sys.modules)
 
-    context = Context(Place(1, 2, 1), "here", tmp_path, environment={})
+    context = JobContext(RankPlace(1, 2, 1), "here", tmp_path, environment={})
     _begin_to_join(context, Pool(1))
     assert imported == [True]
     monkeypatch.setitem(sys.modules, name, None)  # a torch that is broken
@@ -171,7 +171,7 @@ def test_a_host_that_cannot_connect_reports_alone(tmp_path: Path) -> None:
         (0, RuntimeError("odd\nx"), "here must be able to connect, but cannot (RuntimeError: odd)"),
         (1, RuntimeError("odd"), None),
     ):
-        context = Context(Place(1, 2, local_rank), "here", tmp_path, limit_s=9.0, environment={})
+        context = JobContext(RankPlace(1, 2, local_rank), "here", tmp_path, limit_s=9.0, environment={})
         joining: Future[Any] = Future()
         joining.set_exception(error)
         result = _Meeting(context, [], 0.0).result(joining)

@@ -76,8 +76,24 @@ def test_values_that_contradict_the_run_are_named_with_their_setting() -> None:
         "'train_batch_size' must be \"auto\"" in p and "batch.update_tokens" in p and "256" in p for p in found
     )
     assert any("'gradient_clipping'" in p and "optimizer.clip_norm" in p for p in found)
-    assert any("no setting 'zero_optimisation'; did you mean 'zero_optimization'?" in p for p in found)
+    assert any("'zero_optimisation' in the DeepSpeed configuration looks misspelt; did you mean" in p for p in found)
     assert any("'optimizer' must not be" in p and "optimizer.*" in p for p in found)
+
+
+@pytest.mark.parametrize("key", ["bfloat16", "amp", "torch_autocast", "managed_gradient_accumulation"])
+def test_keys_by_which_deepspeed_would_decide_for_the_run_are_refused(key: str) -> None:
+    (sentence,) = problems({key: {"enabled": True}})
+    assert sentence.startswith(f"'{key}' must not be in the DeepSpeed configuration: ")
+
+
+def test_a_key_of_a_newer_deepspeed_is_passed_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    content = {"zero_optimization": {"stage": 1}, "superoffload": {"enabled": True}}
+    completed = complete_ds_config(content, ranks=4, clip_norm=1.0, precision="fp32")
+    assert completed["superoffload"] == {"enabled": True}
+    assert "'superoffload' in the DeepSpeed configuration is not known here" in caplog.text
+    caplog.clear()
+    complete_ds_config({"zero_optimization": {"stage": 1}}, ranks=4, clip_norm=1.0, precision="fp32")
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

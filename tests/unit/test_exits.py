@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_nmt.core.batch import Batch
 from deepspeed_nmt.core.model import TOP
 from deepspeed_nmt.core.objective import Objective
 from deepspeed_nmt.core.passes import Passes
@@ -24,16 +23,9 @@ from deepspeed_nmt.nn.layers import Context
 from deepspeed_nmt.nn.stack import LayerOrder, LayerStack
 from deepspeed_nmt.randomness import Purpose
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from tests.support import batch_of
+from tests.models import two_pairs
 
 V = Vocabulary(40)
-
-
-def batch(update: int = 1) -> Batch:
-    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
-    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
-    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 def transformer(norm: str = "pre", encoder: int = 3, decoder: int = 3) -> Transformer:
@@ -108,7 +100,7 @@ def recurrent(sharing: str, encoder_loops: int = 3, decoder_loops: int = 2) -> T
 def test_cached_decoding_of_shared_layers_equals_one_pass(sharing: str) -> None:
     model = recurrent(sharing).eval()
     assert model.begin().layers.__len__() == (6 if sharing == "stacked" else 5)
-    data = batch()
+    data = two_pairs()
     memory = model.encode(data.source_BS)
     whole = model.projection(model.decode(data.target_input_BT, memory)[0])
     cache = model.begin()
@@ -121,7 +113,7 @@ def test_shared_parameters_exist_once_and_one_loop_is_the_vanilla_model() -> Non
     plain, looped, once = transformer(encoder=2), recurrent("stacked"), recurrent("stacked", 1, 1)
     count = sum(p.numel() for p in plain.parameters())
     assert sum(p.numel() for p in looped.parameters()) == count
-    data = batch()
+    data = two_pairs()
     torch.testing.assert_close(once(data), plain(data), rtol=0, atol=0)
     assert not torch.allclose(looped(data), plain(data))
 
@@ -134,7 +126,7 @@ def test_a_chain_of_one_layer_is_refused() -> None:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("exit", [(1, 1), (2, 3), (3, 1), (3, 3)])
 def test_an_exit_is_a_model_of_the_first_layers(norm: str, exit: tuple[int, int]) -> None:
-    model, data = transformer(norm), batch()
+    model, data = transformer(norm), two_pairs()
     n, m = exit
     small = transformer(norm, n, m)
     small.load_state_dict({k: v for k, v in model.state_dict().items() if k in small.state_dict()})
@@ -152,7 +144,7 @@ def test_an_exit_is_a_model_of_the_first_layers(norm: str, exit: tuple[int, int]
 
 
 def test_an_exit_of_a_recurrent_model_is_a_number_of_loops() -> None:
-    model, data = recurrent("closed_chain"), batch()
+    model, data = recurrent("closed_chain"), two_pairs()
     assert model.stages == (3, 2)
     fewer = recurrent("closed_chain", 2, 1)
     fewer.load_state_dict(model.state_dict())
@@ -167,7 +159,7 @@ def test_an_exit_that_does_not_exist_is_refused(name: str) -> None:
 
 def test_search_decodes_from_an_exit() -> None:
     model = transformer().eval()
-    source = batch().source_BS
+    source = two_pairs().source_BS
     config = BeamConfig(beam=3)
     found = BeamSearch(config, model.at_exit("2-1"), V).search(source)
     small = transformer("pre", 2, 1)
@@ -177,7 +169,7 @@ def test_search_decodes_from_an_exit() -> None:
 
 @pytest.mark.parametrize("weights", [{}, {"1-1": 0.0, "3-3": 4.0}])
 def test_multi_softmax_is_the_mean_over_all_exits(weights: dict[str, float]) -> None:
-    model, data = transformer().train(), batch()
+    model, data = transformer().train(), two_pairs()
     output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights=weights), V.pad))(model, data)
     parameters = list(model.parameters())
     ours = torch.autograd.grad(output.loss, parameters)
@@ -202,7 +194,7 @@ def test_the_expected_loss_of_drawn_exits_is_that_of_all(
     exits: str, weights: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The distribution of the draws is enumerated: every set of the right size with the last stage is as probable."""
-    model, data = transformer(encoder=3, decoder=4).train(), batch()
+    model, data = transformer(encoder=3, decoder=4).train(), two_pairs()
     drawn = MultiSoftmax(MultiSoftmaxConfig(exits=exits, weights=weights), V.pad)
     a, b = drawn.config.drawn or (0, 0)
     sets = [[[*chosen, top] for chosen in combinations(range(1, top), n - 1)] for top, n in ((3, a), (4, b))]
@@ -252,7 +244,7 @@ def test_shares_of_drawn_exits() -> None:
 
 
 def test_validation_uses_the_top_even_if_its_weight_in_training_is_zero() -> None:
-    model, data = transformer().eval(), batch()
+    model, data = transformer().eval(), two_pairs()
     output = Objective(MultiSoftmax(MultiSoftmaxConfig(weights={"3-3": 0.0}), V.pad))(model, data)
     vanilla = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     torch.testing.assert_close(output.loss, vanilla.loss, rtol=1e-7, atol=1e-7)
@@ -272,7 +264,7 @@ def test_sampled_exits_include_the_top_and_change_from_update_to_update() -> Non
     model, seen = transformer(encoder=4).train(), set()
     likelihood = MultiSoftmax(MultiSoftmaxConfig(exits="2x1"), V.pad)
     for update in range(40):
-        passes = Passes(model, batch(update))
+        passes = Passes(model, two_pairs(update))
         likelihood.request_passes(passes)
         assert len(passes.encoder_exits) == 2 and passes.encoder_exits[-1] == 4 and passes.decoder_exits == [3]
         seen.add(passes.encoder_exits[0])
@@ -283,12 +275,12 @@ def test_each_decoder_layer_runs_once_for_all_exits() -> None:
     model, calls = transformer().train(), []
     for layer in (*model.encoder.layers, *model.decoder.layers):
         layer.register_forward_hook(lambda module, inputs, output: calls.append(output.shape[0]))
-    Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, batch())
+    Objective(MultiSoftmax(MultiSoftmaxConfig(), V.pad))(model, two_pairs())
     assert calls == [2, 2, 2, 6, 6, 6]
 
 
 def test_multi_softmax_with_r_drop_compares_every_exit_between_paired_passes() -> None:
-    model, data = transformer(encoder=2, decoder=2).train(), batch()
+    model, data = transformer(encoder=2, decoder=2).train(), two_pairs()
     for module in model.modules():
         if hasattr(module, "p"):
             module.p = 0.0

@@ -21,7 +21,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.tokenizer import Tokenizer
 from deepspeed_nmt.data.vocabulary_training import train_subwords
 from deepspeed_nmt.errors import CheckpointError, ConfigError, DataError
-from deepspeed_nmt.export.ctranslate2_search import BeamSettings, CTranslate2Search
+from deepspeed_nmt.export.ctranslate2_search import CTranslate2Search, ExportBeamSettings
 from deepspeed_nmt.export.ctranslate2_weights import write_ctranslate2
 from deepspeed_nmt.export.formats import FORMATS, OwnProgram, Subject
 from deepspeed_nmt.export.huggingface_weights import write_huggingface
@@ -120,7 +120,7 @@ REFUSED = {
         "embedded tokens to the state again",
     ),
     "transparent": ({"name": "transparent_attention"}, "different mixtures of the encoder's layers"),
-    "growing": ({"name": "depth_growing"}, "its deep exit runs two nets"),
+    "growing": ({"name": "depth_growing"}, "its deep exit runs two models"),
 }
 
 
@@ -166,7 +166,7 @@ def test_ctranslate2_searches_as_this_program(settings: dict[str, Any], tokenize
     pieces = tokenizer.all_pieces("source"), tokenizer.all_pieces("target")
     write_ctranslate2(tmp_path, model.plain(), vocabulary, pieces, 64, "fp32")
     config = BeamConfig(**settings)
-    wanted = BeamSettings(**{key: getattr(config, key) for key in BeamSettings.model_fields})
+    wanted = ExportBeamSettings(**{key: getattr(config, key) for key in ExportBeamSettings.model_fields})
     torch.manual_seed(1)
     sources = [torch.randint(4, 48, (length,)).tolist() for length in (1, 2, 3, 5, 8, 8, 9, 12) for _ in range(3)]
     found = dict(CTranslate2Search(tmp_path, vocabulary, pieces, 64, "fp32").search(sources, wanted, 60))

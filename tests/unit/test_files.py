@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_nmt import files
-from deepspeed_nmt.directories import remove_directory, replace_directory
+from deepspeed_nmt.directories import clear_hidden, remove_directory, staged
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.evaluate.scoring import read_sentences
 from deepspeed_nmt.files import (
@@ -277,25 +277,28 @@ def test_links_in_a_circle_are_an_error_of_the_system(write: Write, tmp_path: Pa
 
 
 def test_a_directory_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, new = tmp_path / "path", tmp_path / "new"
+    path = tmp_path / "path"
 
-    def made(content: str) -> Path:
-        new.mkdir()
-        (new / "file").write_text(content)
-        return new
+    def replace_by(content: str) -> None:
+        with staged(path) as new:
+            (new / "file").write_text(content)
 
-    replace_directory(path, made("1"))
-    replace_directory(path, made("2"))
+    replace_by("1")
+    replace_by("2")
     rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda old, to: _refuse() if old == new else rename(old, to))
+    monkeypatch.setattr(Path, "rename", lambda old, to: _refuse() if ".partial-" in old.name else rename(old, to))
     with pytest.raises(OSError, match="refused"):
-        replace_directory(path, made("3"))
+        replace_by("3")
     monkeypatch.setattr(Path, "rename", rename)
-    assert (path / "file").read_text() == "2" and {each.name for each in tmp_path.iterdir()} == {"path", "new"}
+    assert (path / "file").read_text() == "2" and [each.name for each in tmp_path.iterdir()] == ["path"]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    replace_directory(path, new)
+    replace_by("3")
     assert (path / "file").read_text() == "3" and (tmp_path / "elsewhere" / "file").read_text() == "2"
+    path.rename(tmp_path / "third")
+    path.symlink_to(tmp_path / "nowhere")
+    replace_by("4")
+    assert (path / "file").read_text() == "4" and not list(tmp_path.glob(".*"))
 
 
 def _refuse() -> Path:
@@ -309,7 +312,9 @@ def test_a_removed_directory_is_gone_at_once(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         remove_directory(path)
-    assert not path.exists() and [each.name for each in tmp_path.iterdir()] == [".path.old.tmp"]
+    (left,) = tmp_path.iterdir()
+    assert not path.exists() and left.name.startswith(".path.partial-")
+    clear_hidden(path)
     path.mkdir()
     remove_directory(path)
     (tmp_path / "elsewhere").mkdir()

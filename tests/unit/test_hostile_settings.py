@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_nmt.api import Translator
 from deepspeed_nmt.build import build_meta_model
 from deepspeed_nmt.cli import main
 from deepspeed_nmt.config import load_config
 from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError, did_you_mean
+from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.run.resolve import check_size
 
 LONG = "n" * 300
@@ -107,9 +110,10 @@ def test_repetitions_count_as_layers() -> None:
 def test_a_model_beyond_this_hosts_memory_is_refused_before_it_is_built() -> None:
     widest = ["model.dim=65536", "model.ffn_dim=1048576", "model.encoder_layers=100"]
     model = build_meta_model(load_config(settings=widest), Vocabulary(1000))
-    with pytest.raises(ConfigError, match=r"must fit twice into this host's memory of .* lower the model"):
-        check_size(model)
-    check_size(build_meta_model(load_config(), Vocabulary(1000)))
+    engine, world = EngineSettings("fp32", 1.0), World(0, 1, 0, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"the model must fit into this host's memory of .* lower the model"):
+        check_size(model, engine, world)
+    check_size(build_meta_model(load_config(), Vocabulary(1000)), engine, world)
 
 
 def test_known_settings_are_listed_once() -> None:

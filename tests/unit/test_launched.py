@@ -198,4 +198,4 @@ def test_ranks_that_share_work_point_to_the_doctor(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "no")
     with pytest.raises(ConfigError, match=r"MASTER_PORT must be a port, but is 'no'.*doctor"):
-        SharedWork.join(launched.Place(0, 2, 0))
+        SharedWork.join(launched.RankPlace(0, 2, 0))

@@ -14,7 +14,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import Prefetcher, TrainLoader, collate
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
 from tests.support import parity_loader, random_corpus, write_mixture
@@ -29,7 +29,9 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, micro: int = 200) -> TrainLoader:
-    return TrainLoader(corpus, BatchConfig(update_tokens=600, micro_tokens=micro), 3, rank, ranks, VOCABULARY)
+    return TrainLoader.of_corpus(
+        corpus, BatchConfig(update_tokens=600, micro_tokens=micro), 3, rank, ranks, VOCABULARY
+    )
 
 
 def test_a_batch_is_padded_and_shifted(tmp_path: Path) -> None:

@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from deepspeed_nmt.data.loader import Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.train import loop
+from deepspeed_nmt.train import loop, throughput
 from deepspeed_nmt.train.events import NO_EVENTS
 from deepspeed_nmt.train.progress import Progress
-from deepspeed_nmt.train.session import TrainingConfig, Validation
-from deepspeed_nmt.train.throughput import Window, Workload
+from deepspeed_nmt.train.session import TrainingConfig
+from deepspeed_nmt.train.throughput import LogWindow, Workload
+from deepspeed_nmt.train.validation import Choice, Validation
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
-def window(workload: Workload | None, skip_second: bool = False) -> dict[str, float]:
-    found = Window(workload)
+def window(workload: Workload | None, skip_second: bool = False, world: World = ALONE) -> dict[str, float]:
+    found = LogWindow(workload)
     for number in (1, 2):
         update = Update(
             number=number,
@@ -37,7 +38,7 @@ def window(workload: Workload | None, skip_second: bool = False) -> dict[str, fl
         sums = {"loss": torch.tensor(900.0), "nll": torch.tensor(600.0)}
         skipped = skip_second and number == 2
         found.add(update, UpdateResult(sums, 1.0, skipped, 1.0), waited=0.5, elapsed=2.0)
-    return found.flush(1e-3, ALONE)
+    return found.flush(1e-3, world)
 
 
 def test_mfu_counts_real_source_and_target_tokens() -> None:
@@ -57,6 +58,24 @@ def test_skipped_updates_count_as_work_but_not_as_trained_tokens() -> None:
     assert skipped["train/loss"] == whole["train/loss"] == 3.0
 
 
+def test_memory_is_the_largest_peak_of_any_rank_in_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, float]] = []
+
+    def summed(values: dict[str, float], world: World) -> dict[str, float]:
+        """Sum with two other ranks, the last of which shares the micro-batches of the second."""
+        asked.append(values)
+        return {**{name: 2.0 * value for name, value in values.items()}, "peak/0": 3.0, "peak/1": 5.0, "peak/2": 4.0}
+
+    monkeypatch.setattr(throughput, "sum_over_ranks", summed)
+    monkeypatch.setattr(throughput, "peak_memory_gib", lambda device: 3.0)
+    values = window(None, world=World(0, 3, 0, torch.device("cpu")))
+    assert values["perf/memory"] == 5.0 and len(asked) == 1
+    assert {name: asked[0][name] for name in ("peak/0", "peak/1", "peak/2")} == {
+        "peak/0": 3.0, "peak/1": 0.0, "peak/2": 0.0,
+    }  # fmt: skip
+    assert values["train/loss"] == 6.0 and not any("peak" in tag for tag in values)
+
+
 def test_without_a_known_gpu_there_is_no_mfu() -> None:
     assert "perf/mfu" not in window(None)
 
@@ -68,10 +87,10 @@ def validator_of(found: Validation) -> Any:
         def __call__(self, progress: Progress) -> Validation:
             return found
 
-        def late(self, awaited: object) -> list[Any]:
+        def late_results(self, pending: object) -> list[Any]:
             return []
 
-        def gains(self, update: int, over: int) -> bool:
+        def is_significantly_better(self, update: int, than: int) -> bool:
             return True
 
     return Fake()
@@ -83,7 +102,7 @@ def validated(
     """The updates whose checkpoints are the best so far, of validations of (score, loss), and the progress."""
     best_at, progress = [], progress or Progress()
     for update, (score, loss) in enumerate(measured, 1):
-        found = Validation({}, by, score, loss, least)
+        found = Validation({}, Choice(by, least=least), score, loss)
         session: Any = SimpleNamespace(
             watchdog=SimpleNamespace(at=lambda *args, **kwargs: None),
             validator=validator_of(found),

@@ -12,11 +12,11 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine import norms
-from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.norms import Squares, squared_changes
 from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
@@ -42,7 +42,7 @@ def test_the_change_is_that_of_the_weights_and_the_gradient_that_before_clipping
     module = TrainModule(model, Objective(LabelSmoothed(0.1, V.pad)))
     settings = OptimizerConfig(name=optimizer, weight_decay=decay)  # type: ignore[arg-type]
     engine = PlainEngine(module, build_optimizer(settings, module), 0.01, precision, WORLD)
-    loader = TrainLoader(
+    loader = TrainLoader.of_corpus(
         random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=60), 1, 0, 1, V
     )
     measured = 0

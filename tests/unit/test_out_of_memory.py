@@ -14,7 +14,7 @@ from deepspeed_nmt.core.batch import UpdateInfo
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import TrainingError
 from deepspeed_nmt.train.out_of_memory import explained, probe
@@ -35,7 +35,7 @@ def engine_with(error: Exception | None = None) -> mock.Mock:
 @pytest.fixture
 def loader(tmp_path: Path) -> TrainLoader:
     corpus = random_corpus(tmp_path, pairs=400, vocab=50, seed=2)
-    return TrainLoader(corpus, BatchConfig(update_tokens=900, micro_tokens=200), 3, 1, 2, Vocabulary(50))
+    return TrainLoader.of_corpus(corpus, BatchConfig(update_tokens=900, micro_tokens=200), 3, 1, 2, Vocabulary(50))
 
 
 def test_the_probe_is_the_largest_micro_batch(loader: TrainLoader, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from deepspeed_nmt.config import validate
 from deepspeed_nmt.core.vocabulary import Vocabulary
-from deepspeed_nmt.data.batching import BatchConfig, Lengths, cut_update
-from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.batching import BatchConfig, Lengths, divide_update
+from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
-from deepspeed_nmt.data.loader import TrainLoader, collate_packed
+from deepspeed_nmt.data.loader import TrainLoader, collate, collate_packed
 from deepspeed_nmt.data.packing import Ladder, PackedPart, largest_packed, pack_update, row_sizes
-from deepspeed_nmt.data.plans import Cursor, EpochPlan
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.parallel.world import World
-from deepspeed_nmt.planning.layouts import Yield, prefers_padded, yields
-from deepspeed_nmt.run import resolve
-from deepspeed_nmt.run.resolve import resolve_layout
-from tests.support import planned_epoch, random_corpus
+from deepspeed_nmt.planning.layouts import LayoutEstimate, estimates, prefers_padded
+from deepspeed_nmt.run import batches
+from deepspeed_nmt.run.batches import layout_on
+from tests.support import epoch_window, random_corpus, write_mixture
 
 PAD, BOS, EOS = 0, 1, 2
 VOCABULARY = Vocabulary(50)
@@ -46,15 +46,15 @@ def longest_of(source: Lengths, target: Lengths) -> int:
 def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks: int) -> None:
     source, target = news(60000)
     config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
-    plan = planned_epoch(source, target, update)
-    source, target = plan.source, plan.target
-    sizes = row_sizes(plan, longest_of(source, target), ranks, config)
+    order = epoch_window(source, target, update)
+    source, target = order.source, order.target
+    sizes = row_sizes(order, longest_of(source, target), ranks, config)
     shapes, real, room = set(), 0, 0
-    for number in range(len(plan) - 1):  # the last one is what is left
-        cut = pack_update(plan[number], source, target, ranks, config, sizes)
-        assert len({len(parts) for parts in cut}) == 1, "every rank makes equally many micro-batches"
-        parts = [part for rank in cut for part in rank]
-        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(plan[number])
+    for number in range(len(order) - 1):  # the last one is what is left
+        packed = pack_update(order[number], source, target, ranks, config, sizes)
+        assert len({len(parts) for parts in packed}) == 1, "every rank makes equally many micro-batches"
+        parts = [part for rank in packed for part in rank]
+        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(order[number])
         for part in parts:
             used = int(source[part.sentences].sum()), int(target[part.sentences].sum())
             assert used[0] < part.source <= micro and used[1] < part.target <= micro, "the tail has a position"
@@ -67,25 +67,25 @@ def test_rows_have_two_shapes_and_are_nearly_full(update: int, micro: int, ranks
 def test_small_updates_and_more_ranks_than_sentences() -> None:
     source, target = news(40)
     config = BatchConfig(update_tokens=100, micro_tokens=200, layout="packed")
-    plan = planned_epoch(source, target, 100)
-    source, target = plan.source, plan.target
-    sizes = row_sizes(plan, longest_of(source, target), 16, config)
-    for number in range(len(plan)):
-        cut = pack_update(plan[number], source, target, 16, config, sizes)
-        found = [part.sentences for parts in cut for part in parts]
-        assert sorted(np.concatenate(found)) == sorted(plan[number]) and any(len(each) == 0 for each in found)
+    order = epoch_window(source, target, 100)
+    source, target = order.source, order.target
+    sizes = row_sizes(order, longest_of(source, target), 16, config)
+    for number in range(len(order)):
+        packed = pack_update(order[number], source, target, 16, config, sizes)
+        found = [part.sentences for parts in packed for part in parts]
+        assert sorted(np.concatenate(found)) == sorted(order[number]) and any(len(each) == 0 for each in found)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side: int, layout: str) -> None:
-    """Packed, the row has an empty tail; padded, the search for a cut must not end above the bound for ever."""
+    """Packed, the row has an empty tail; padded, the search for a division must not end above the bound for ever."""
     lengths = [[3, 6], [5, 2], [7, 7], *[[4, 4]] * 20]
     lengths[1][side] = 39
     with CorpusWriter(tmp_path, "train", 50) as writer:
         writer.append(*([[7] * pair[each] for pair in lengths] for each in (0, 1)))
     config = BatchConfig(update_tokens=1024, micro_tokens=40, layout=layout)  # type: ignore[arg-type]
-    loader = TrainLoader(Corpus(tmp_path, "train"), config, 1, 0, 1, VOCABULARY)
+    loader = TrainLoader.of_corpus(Corpus(tmp_path, "train"), config, 1, 0, 1, VOCABULARY)
     assert loader.largest().padded_tokens == 40
     update = next(loader.updates(Cursor(), 1))
     assert sum(len(batch.sentence_ids_B) for batch in update.micro_batches) == 23
@@ -95,9 +95,9 @@ def test_a_sentence_that_fills_a_micro_batch_is_trained_on(tmp_path: Path, side:
 def test_a_sentence_that_is_larger_than_a_micro_batch_is_refused() -> None:
     source, target = news(100)
     config = BatchConfig(update_tokens=1024, micro_tokens=256, layout="packed")
-    plan = planned_epoch(source, target, 1024)
-    source, target = plan.source, plan.target
-    sizes = row_sizes(plan, longest_of(source, target), 1, config)
+    order = epoch_window(source, target, 1024)
+    source, target = order.source, order.target
+    sizes = row_sizes(order, longest_of(source, target), 1, config)
     target[41] = 257
     with pytest.raises(ConfigError, match="at least the longest sentence, which has 257 tokens, but is 256"):
         pack_update(np.arange(100), source, target, 1, config, sizes)
@@ -132,20 +132,20 @@ def test_packed_rows_of_any_lengths_are_about_as_full_as_padded_ones(
     source, target = np.clip(np.rint(drawn), 2, longest).astype(np.int32)
     micro = int(room * max(source.max(), target.max()))
     config = BatchConfig(update_tokens=update, micro_tokens=micro, layout="packed")
-    plan = planned_epoch(source, target, update)
-    source, target = plan.source, plan.target
-    sizes = row_sizes(plan, longest_of(source, target), ranks, config)
+    order = epoch_window(source, target, update)
+    source, target = order.source, order.target
+    sizes = row_sizes(order, longest_of(source, target), ranks, config)
     positions, counts = {"padded": 0, "packed": 0}, {"padded": 0, "packed": 0}
-    for number in range(max(1, min(8, len(plan) - 1))):
-        cut = pack_update(plan[number], source, target, ranks, config, sizes)
-        assert len({len(parts) for parts in cut}) == 1, "every rank makes equally many micro-batches"
-        parts = [part for rank in cut for part in rank]
-        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(plan[number])
+    for number in range(max(1, min(8, len(order) - 1))):
+        packed = pack_update(order[number], source, target, ranks, config, sizes)
+        assert len({len(parts) for parts in packed}) == 1, "every rank makes equally many micro-batches"
+        parts = [part for rank in packed for part in rank]
+        assert sorted(np.concatenate([part.sentences for part in parts])) == sorted(order[number])
         for part in parts:
             assert source[part.sentences].sum() <= part.source <= micro
             assert target[part.sentences].sum() <= part.target <= micro
         positions["packed"] += sum(part.source + part.target for part in parts)
-        padded = [group for rank in cut_update(plan[number], source, target, ranks, config) for group in rank]
+        padded = [group for rank in divide_update(order[number], source, target, ranks, config) for group in rank]
         positions["padded"] += sum(len(g) * int(source[g].max() + target[g].max()) for g in padded if len(g))
         counts["packed"], counts["padded"] = counts["packed"] + len(parts), counts["padded"] + len(padded)
     # Sizes of rows are multiples of 8, on two sides.
@@ -160,10 +160,10 @@ def test_uneven_lengths_have_more_shapes(spread: float, noise: float, micro: int
     drawn = np.stack([drawn, drawn * np.exp(rng.normal(0.0, noise, 8000))])
     source, target = np.clip(np.rint(drawn), 2, 1000).astype(np.int32)
     config = BatchConfig(update_tokens=16384, micro_tokens=micro)
-    padded, packed = yields(
-        planned_epoch(source, target, config.update_tokens), longest_of(source, target), config, 4
+    padded, packed = estimates(
+        epoch_window(source, target, config.update_tokens), longest_of(source, target), config, 4
     )
-    assert packed.empty < min(0.05, padded.empty) and 2 < packed.shapes < 0.25 * padded.shapes
+    assert packed.padding < min(0.05, padded.padding) and 2 < packed.shapes < 0.25 * padded.shapes
     assert packed.micro_batches < padded.micro_batches
     assert not prefers_padded(padded, packed)
 
@@ -197,12 +197,34 @@ def test_a_packed_batch(tmp_path: Path) -> None:
     assert not empty.target_mask.any() and empty.source_rows().tolist() == [[EOS]]
 
 
+def test_packed_batches_of_tagged_and_segmented_corpora_have_the_tokens_of_their_rows(tmp_path: Path) -> None:
+    write_mixture(tmp_path)
+    with CorpusWriter(tmp_path / "second", "train", 50) as writer:  # the second pair has no words
+        writer.append([[7, 8], [], [9]], [[10], [], [11, 12, 13]])
+    first = CorpusPart("first", (Corpus(tmp_path, "train"), Corpus(tmp_path / "again", "train")))
+    second = CorpusPart("second", (Corpus(tmp_path / "second", "train"),), source_tag=6, target_tag=5)
+    corpora = Corpora([first, second])
+    rows = np.array([601, 2, 600, 310, 602, 599, 0])
+    source, target = (int(lengths.sum()) for lengths in corpora.lengths(rows))
+    batch = collate_packed(corpora, PackedPart(rows, source + 3, target), VOCABULARY)
+    assert batch.source_tokens == source and batch.target_tokens == target
+    sources = [token for row in rows.tolist() for token in (*corpora.source(row), EOS)]
+    assert batch.source_BS.tolist() == [[*sources, PAD, PAD, PAD]] and batch.source_BS[0, :2].tolist() == [6, EOS]
+    targets = [corpora.target(row).tolist() for row in rows.tolist()]
+    assert batch.target_input_BT.tolist() == [[token for each in targets for token in (BOS, *each)]]
+    assert batch.target_output_BT.tolist() == [[token for each in targets for token in (*each, EOS)]]
+    padded = collate(corpora, rows, VOCABULARY)
+    assert torch.equal(batch.source_rows(), padded.source_BS)
+    with pytest.raises(IndexError, match="sentences -1 to 2 of 3"):
+        second.segmentations[0].sources(np.array([2, -1]))
+
+
 def test_updates_of_both_layouts_have_the_same_sentences(tmp_path: Path) -> None:
     corpus = random_corpus(tmp_path, pairs=200, vocab=50, seed=2)
     found = []
     for layout in ("padded", "packed"):
         config = BatchConfig(update_tokens=600, micro_tokens=200, layout=layout)  # type: ignore[arg-type]
-        loader = TrainLoader(corpus, config, 3, 0, 1, VOCABULARY)
+        loader = TrainLoader.of_corpus(corpus, config, 3, 0, 1, VOCABULARY)
         updates = zip(range(12), loader.updates(Cursor(), 1), strict=False)
         found.append(
             [
@@ -216,26 +238,22 @@ def test_updates_of_both_layouts_have_the_same_sentences(tmp_path: Path) -> None
 
 
 def test_the_layout_is_decided_by_device_precision_and_model() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        plain = validate({})
-        assert resolve_layout(plain, "bf16", gpu).layout == "packed"
-        assert resolve_layout(plain, "fp32", gpu).layout == "padded"
-        assert resolve_layout(plain, "bf16", cpu).layout == "padded"
-        assert resolve_layout(validate({"model": {"attention_dropout": 0.1}}), "bf16", gpu).layout == "padded"
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-        assert resolve_layout(plain, "fp16", gpu).layout == "padded"
-    assert resolve_layout(validate({"batch": {"layout": "packed"}}), "fp32", cpu).layout == "packed"
+    plain = validate({})
+    assert layout_on(plain, "bf16", (9, 0)) == layout_on(plain, "fp16", (8, 0)) == "packed"
+    assert layout_on(plain, "fp32", (9, 0)) == "padded"
+    assert layout_on(plain, "bf16", None) == "padded", "on a CPU"
+    assert layout_on(validate({"model": {"attention_dropout": 0.1}}), "bf16", (9, 0)) == "padded"
+    assert layout_on(plain, "fp16", (7, 0)) == "padded"
+    assert layout_on(validate({"batch": {"layout": "packed"}}), "fp32", None) == "packed"
 
 
 def test_a_plan_shows_the_yield_of_both_layouts() -> None:
     source, target = news(20000)
     config = BatchConfig(update_tokens=32768, micro_tokens=8192)
-    padded, packed = yields(
-        planned_epoch(source, target, config.update_tokens), longest_of(source, target), config, 2
+    padded, packed = estimates(
+        epoch_window(source, target, config.update_tokens), longest_of(source, target), config, 2
     )
-    assert padded.empty <= 0.1 and packed.empty < 0.03
+    assert padded.padding <= 0.1 and packed.padding < 0.03
     assert packed.shapes <= 2 < padded.shapes
     assert packed.micro_batches < padded.micro_batches and packed.tokens > padded.tokens
     assert str(packed).startswith("packed: ") and "2 shapes" in str(packed)
@@ -247,7 +265,7 @@ def test_models_of_one_sentence_a_row_are_not_packed() -> None:
     config = settings_of("abnet")
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
     with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
-        resolve_layout(packed, "bf16", torch.device("cpu"))
+        layout_on(packed, "bf16", None)
 
 
 def test_auto_falls_back_to_padded_where_that_is_fuller(
@@ -255,13 +273,13 @@ def test_auto_falls_back_to_padded_where_that_is_fuller(
 ) -> None:
     corpus = random_corpus(tmp_path, pairs=3000, vocab=50, seed=2)
     batch = BatchConfig(update_tokens=2048, micro_tokens=1024, layout="packed")
-    world, plan = World(0, 1, 0, torch.device("cpu")), EpochPlan(Corpora.of(corpus), 1, 2048)
+    world, order = World(0, 1, 0, torch.device("cpu")), EpochOrder(Corpora.of(corpus), 1, 2048)
     for packed, expected in ((0.3, "padded"), (0.125, "packed")):
-        found = [Yield("padded", 2.0, 100.0, 0.1, 9), Yield("packed", 1.0, 100.0, packed, 2)]
-        monkeypatch.setattr(resolve, "yields", lambda *_, found=found, **__: found)
+        found = [LayoutEstimate("padded", 2.0, 100.0, 0.1, 9), LayoutEstimate("packed", 1.0, 100.0, packed, 2)]
+        monkeypatch.setattr(batches, "estimates", lambda *_, found=found, **__: found)
         caplog.clear()
         with caplog.at_level("INFO"):
-            assert resolve.less_empty(batch, plan, world).layout == expected
+            assert batches.with_less_padding(batch, order, world).layout == expected
         assert ("auto is padded: with these lengths 30.0% of packed" in caplog.text) == (expected == "padded")
     monkeypatch.undo()
-    assert resolve.less_empty(batch, plan, world).layout == "packed", "of these lengths, really compared"
+    assert batches.with_less_padding(batch, order, world).layout == "packed", "of these lengths, really compared"

@@ -20,6 +20,7 @@ from deepspeed_nmt.evaluate.page.events import read_events
 from deepspeed_nmt.evaluate.page.figures import Figure, curves, heat_maps
 from deepspeed_nmt.evaluate.page.log import RunLog, Series, grid
 from deepspeed_nmt.evaluate.page.texts import read_texts
+from deepspeed_nmt.evaluate.page.words import words_of
 from deepspeed_nmt.run.page import RunPage
 from tests.page_runs import HOSTILE, append_log, full_run, write_events, write_run, write_texts
 
@@ -220,7 +221,7 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
         figures
     )
     assert {"mixture", "corpora", "cross-share", "norm-gradient", "norm-update"} <= set(figures)
-    assert [trace["name"] for trace in figures["metric-bleu"].traces] == ["valid/bleu", "valid/news/bleu"]
+    assert [trace["name"] for trace in figures["metric-bleu"].traces] == ["BLEU", "BLEU, news"]
     assert "1 values are not finite" in figures["loss"].caption and None in figures["loss"].traces[0]["y"]
     layers = figures["cross-share"].traces[0]
     assert layers["y"] == [f"layer {number}" for number in range(1, 12)], "layer 10 follows layer 9"
@@ -231,7 +232,9 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     shown = {trace["meta"] for figure in figures.values() for trace in figure.traces if "meta" in trace}
     assert {"train/ald", HOSTILE} <= shown and not {"train/loss_scale", "train/ppl", "perf/hours"} & shown
     page = page_of(tmp_path / "run")
-    marks = {mark["kind"]: mark["updates"] for mark in json.loads(page.scripts["marks-data"])}
+    found = json.loads(page.scripts["marks-data"])
+    assert {"tag": "valid/bleu", "values": [30.0]}.items() <= found[-1].items(), "the star is on its curve"
+    marks = {mark["kind"]: mark["updates"] for mark in found}
     assert marks == {
         "skip": [31, 32],
         "spike": [60],
@@ -244,6 +247,16 @@ def test_page_shows_all_that_a_run_has(tmp_path: Path) -> None:
     assert [each["set"] for each in samples] == ["main", "news"] and samples[0]["updates"] == [50, 100, 150, 200]
     for words in ("3 lines of metrics.jsonl", "Worst sentences of main", "stopped by SIGUSR1", "nrefs:1|tok:13a"):
         assert words in page.text
+    assert "best BLEU" in page.text and "Without resolved.json, data.json, checkpoints: missing" in page.text
+
+
+def test_tags_have_words() -> None:
+    words = {
+        "train/loss": "training loss", "valid/loss": "validation loss", "valid/news/loss": "validation loss, news",
+        "valid/mean/ter": "TER, mean of all sets", "valid/comet": "comet", "data/web/share": "web",
+        "train/web/nll": "web", "train/ald": "train/ald",
+    }  # fmt: skip
+    assert {tag: words_of(tag) for tag in words} == words
 
 
 def test_measures_have_their_direction(tmp_path: Path) -> None:

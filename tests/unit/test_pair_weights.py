@@ -17,7 +17,7 @@ from deepspeed_nmt.data.corpora import Corpora, CorpusPart
 from deepspeed_nmt.data.corpus import Corpus, CorpusWriter
 from deepspeed_nmt.data.loader import collate, collate_packed
 from deepspeed_nmt.data.packing import PackedPart
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.parallel.world import World

@@ -11,10 +11,10 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import EngineScalars
-from deepspeed_nmt.engine.config import Precision
 from deepspeed_nmt.engine.plain import PlainEngine
+from deepspeed_nmt.kernels.precision import Precision
 from deepspeed_nmt.methods.label_smoothed import LabelSmoothed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.parallel.world import World
@@ -30,7 +30,7 @@ def update(tmp_path_factory: pytest.TempPathFactory) -> Update:
     """An update of several micro-batches."""
     corpus = random_corpus(tmp_path_factory.mktemp("corpus"), 40, 50, 1)
     batch = BatchConfig(update_tokens=300, micro_tokens=60)
-    first = next(TrainLoader(corpus, batch, 1, 0, 1, V).updates(Cursor(), 1))
+    first = next(TrainLoader.of_corpus(corpus, batch, 1, 0, 1, V).updates(Cursor(), 1))
     assert len(first.micro_batches) > 1
     return first
 
@@ -94,6 +94,34 @@ def test_frozen_weights_are_saved_as_they_were_and_tied_ones_stay_tied(update: U
     model = made.module.model
     assert model.target_embedding.weight is model.projection.weight
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("most", [300, 10**6])
+def test_collected_gradients_have_the_same_sums(update: Update, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Some are added on their own, some in several groups; or all together."""
+    one, other = engine(), engine()
+    assert other._sums is not None
+    other._sums._most = most
+    groups: list[int] = []
+    flush = other._sums.flush
+
+    def count() -> None:
+        assert other._sums is not None and other._sums._bytes <= most
+        groups.append(len(other._sums._collected))
+        flush()
+
+    monkeypatch.setattr(other._sums, "flush", count)
+    for batch in update.micro_batches:
+        for made in (one, other):
+            made._backward(batch, 1.0 / update.target_tokens)
+    for ours, theirs in zip(one._gradients(), other._gradients(), strict=True):
+        assert torch.equal(ours, theirs)
+    trained = len(one._named)
+    if most > 300:
+        assert groups == [trained] * len(update.micro_batches)
+    else:
+        assert len(groups) > len(update.micro_batches) and max(groups) > 2 and sum(groups) < len(groups) * trained
+    assert all(weight.grad is None for weight in other._named.values()) and not other._sums._collected
 
 
 def test_gradients_of_micro_batches_are_added_in_fp32(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from deepspeed_nmt.core.objective import TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.directory import DataDirectory
 from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.engine.config import uses_deepspeed
 from deepspeed_nmt.engine.settings import EngineSettings
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels.choice import DEFAULT, Kernels
@@ -29,7 +30,7 @@ from deepspeed_nmt.planning.gpus import GPUS, Gpu, gpu_named, kind_of
 from deepspeed_nmt.planning.memory import (
     PARTS,
     Layout,
-    Recompute,
+    RecomputedLayers,
     Work,
     count_rates,
     count_update,
@@ -39,7 +40,7 @@ from deepspeed_nmt.planning.memory import (
 )
 from deepspeed_nmt.planning.table import as_table
 from deepspeed_nmt.planning.tally import Tally
-from deepspeed_nmt.run.plans import Plans, layout_notes, layout_yields
+from deepspeed_nmt.run.plans import Plans, layout_estimates, layout_notes
 from deepspeed_nmt.run.resolve import resolve_recomputation
 from deepspeed_nmt.selftest.models import settings_of
 from tests.support import batch_of, prepare_sample
@@ -100,7 +101,7 @@ def test_other_sizes_are_interpolated_from_two_counts() -> None:
     with torch.device("meta"):
         model = build_model(config, V)
 
-    def count(tokens: int, recompute: Recompute) -> Work:
+    def count(tokens: int, recompute: RecomputedLayers) -> Work:
         return count_update(model, build_objective(config, V), V, tokens, recompute)
 
     none, encoder, decoder = ((count(2048, each), count(8192, each)) for each in ((0, 0), (1, 0), (0, 1)))
@@ -206,7 +207,8 @@ def test_bytes_of_each_parameter() -> None:
         return {part: size / 1000 for part, size in found.items()}
 
     assert by_parameter(stage=None, bits=32) == {"weights": 4, "gradients": 4, "optimizer": 8, "buffers": 0}
-    assert by_parameter(stage=None, bits=16) == {"weights": 2, "gradients": 4, "optimizer": 12, "buffers": 0}
+    assert by_parameter(stage=None, bits=16) == {"weights": 2, "gradients": 4, "optimizer": 12, "buffers": 6}
+    assert state_bytes(GIB, 0, Layout(None, 1, bits=16))["buffers"] == 48 * 2**20, "gradients that are added together"
     assert by_parameter(stage=1) == {"weights": 2, "gradients": 4, "optimizer": 3, "buffers": 1}
     assert by_parameter(stage=2) == {"weights": 2, "gradients": 1, "optimizer": 3, "buffers": 1}
     assert by_parameter(stage=3)["weights"] == 0.5
@@ -260,13 +262,13 @@ def test_a_table_of_plans_has_the_memory_of_a_host(ranks: int, rows: list[str]) 
 
 
 def test_advice_is_the_fastest_plan_that_fits() -> None:
-    def work(tokens: int, recompute: Recompute) -> Work:
+    def work(tokens: int, recompute: RecomputedLayers) -> Work:
         share = sum(0.0 if every == 0 else 0.5 / every for every in recompute)
         return Work(tokens, int(tokens * 1e6 * (1.0 - 0.9 * share)), 0, int(tokens * 1e9 * (1.0 + share / 3)))
 
     zero = {stage: {"reduce_bucket_size": 0} for stage in (1, 2, 3)}
 
-    def advised(gib: float) -> tuple[int | None, Recompute, int, bool]:
+    def advised(gib: float) -> tuple[int | None, RecomputedLayers, int, bool]:
         gpu = Gpu("some", gib, 100.0)
         plan = advise(work, 300_000_000, 0, gpu, Layout(None, 8), 32768, zero)
         assert gpu.usable_gib == pytest.approx((gib - 1.0) * 0.94)
@@ -353,10 +355,30 @@ def test_a_plan_with_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--recipe, --config or --sweep is required" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("gpus", "given", "engine"),
+    [
+        (1, ["engine.ds_config=zero3_offload"], ["engine.name=plain", "engine.ds_config=null"]),
+        (8, ["engine.name=plain"], ["engine.name=deepspeed", "engine.ds_config=zero1"]),
+    ],
+)
+def test_the_settings_that_a_plan_prints_fit_those_given(
+    gpus: int, given: list[str], engine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*NARROW, *SHALLOW, "layer.drop_depth=1", *given]
+    words = ["plan", "--recipe", "deep_decoder_base_30", *settings, "--vocab-size", "500", "--json"]
+    assert main([*words, "--gpu", "a100-80g", "--num-gpus", str(gpus)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["as_set"]["zero_stage"] is None) == (gpus == 8)
+    assert [word for word in found["advice"] if word.startswith(("engine.name=", "engine.ds_"))] == engine
+    followed = load_config("deep_decoder_base_30", settings=[*settings, *found["advice"]])
+    assert uses_deepspeed(followed.engine, gpus) == (gpus == 8)
+
+
 def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
     data = TrainingData.of(prepare_sample(tmp_path, 300, train=100, valid=5, test=5))
     config = settings_of("abnet")
-    found = layout_yields(config, data, 1)
+    found = layout_estimates(config, data, 1)
     assert [each.layout for each in found] == ["padded"]
     assert layout_notes(config, found, None, None) == [
         "packed: not for model.name=abnet, which has one sentence in a row"
@@ -364,11 +386,11 @@ def test_layouts_of_a_model_that_is_not_packed(tmp_path: Path) -> None:
     assert "is padded" in layout_notes(config, found, GPUS["h100-80g"], "bf16")[-1]
     packed = config.model_copy(update={"batch": config.batch.model_copy(update={"layout": "packed"})})
     with pytest.raises(ConfigError, match=r"batch\.layout must be padded for model\.name=abnet"):
-        layout_yields(packed, data, 1)
+        layout_estimates(packed, data, 1)
 
 
 def test_recomputation_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: dict[tuple[int, Recompute], Work] = {}
+    counts: dict[tuple[int, RecomputedLayers], Work] = {}
 
     def counted_once(*arguments: Any) -> Work:
         key = arguments[3:]

@@ -26,6 +26,7 @@ from deepspeed_nmt.data.prepare import prepare
 from deepspeed_nmt.data.round_trip import excerpts
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
 from deepspeed_nmt.text import TextForm
+from tests.commands import prepare_with as _prepare
 
 NOUNS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
 ADJECTIVES = ("old", "new", "red", "small", "quiet", "open")
@@ -55,10 +56,6 @@ def texts(tmp_path: Path) -> dict[str, Any]:
         path.write_bytes(data)
         options[name] = (path,)
     return options
-
-
-def _prepare(options: dict[str, Any], **changes: Any) -> Meta:
-    return prepare(PrepareOptions.model_validate({**options, **changes}))
 
 
 def _arguments(options: dict[str, Any], *more: str) -> list[str]:
@@ -255,7 +252,7 @@ def test_what_a_killed_process_left_is_cleared_away(
     assert len(_left_behind(tmp_path)) == 2 and texts["out"].exists() == (at == "before")
     with caplog.at_level(logging.INFO, logger=logger.name):
         assert _prepare(texts) == meta, "nothing to do: the old directory is whole"
-    assert ("is restored: a killed `prepare`" in caplog.text) == (at == "between")
+    assert ("is restored: a killed process" in caplog.text) == (at == "between")
     assert _left_behind(tmp_path) == ["data"] and not list(tmp_path.glob(".*"))
 
 

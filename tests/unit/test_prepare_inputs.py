@@ -25,9 +25,8 @@ from deepspeed_nmt.console import logger
 from deepspeed_nmt.data import reading, stages, worker_pool
 from deepspeed_nmt.data.corpus import Corpus
 from deepspeed_nmt.data.directory import DataDirectory, Meta
-from deepspeed_nmt.data.options import PrepareOptions
-from deepspeed_nmt.data.prepare import prepare
 from deepspeed_nmt.errors import EXIT_USER_ERROR, DataError
+from tests.commands import prepare_with as _prepare
 
 WORDS = ("house", "river", "teacher", "apple", "window", "garden", "letter", "street")
 SOURCE = [f"the {a} is near the {b} and the {c}" for a in WORDS for b in WORDS for c in WORDS[:3]]
@@ -60,10 +59,6 @@ def texts(tmp_path: Path) -> dict[str, Any]:
 def _write(path: Path, lines: list[str]) -> Path:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
-
-
-def _prepare(options: dict[str, Any], **changes: Any) -> Meta:
-    return prepare(PrepareOptions.model_validate({**options, **changes}))
 
 
 def _tsv(texts: dict[str, Any], *paths: Path) -> dict[str, Any]:

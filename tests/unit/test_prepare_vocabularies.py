@@ -131,8 +131,8 @@ def test_vocabularies_of_each_side_and_of_other_types(text: Path, tmp_path: Path
     ("options", "message"),
     [
         ("--symbols a a", "--symbols must be different, but a is given more than once"),
-        ("--symbols <s>", "--symbols must be other texts than those of special tokens, but have '<s>'; rename it"),
-        ("--symbols <0x41>", "--symbols must be other texts than those of special tokens, but have '<0x41>'"),
+        ("--symbols <s>", "--symbols must not be texts of special tokens, but have '<s>'; rename it"),
+        ("--symbols <0x41>", "--symbols must not be texts of special tokens, but have '<0x41>'"),
         ("--symbols |a b|", "--symbols must be texts without white space, but have 'a b'"),
         ("--tag-source <bt>", "--tag-source must be one of --symbols, which are none, but is '<bt>'; add it"),
         ("--symbols <a> --tag-target <b>", "--tag-target must be one of --symbols, which are <a>, but is '<b>'"),

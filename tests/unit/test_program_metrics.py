@@ -159,7 +159,7 @@ def test_a_file_that_is_no_program_is_refused(tmp_path: Path, files: ScoredFiles
     plain = tmp_path / "plain.sh"
     plain.write_text("#!/bin/sh\necho 1\n")
     assert parsed(f"command:{plain}").problem.endswith(f"{plain} is not executable; run `chmod +x {plain}`")
-    assert parsed(f"a=command:{tmp_path}").problem.endswith(f"but {tmp_path} is no file; correct the path")
+    assert parsed(f"a=command:{tmp_path}").problem.endswith(f"but {tmp_path} is not a file; correct the path")
     assert "does not exist; correct" in parsed("command:/none/a").problem
     other = program(tmp_path / "other.sh", "echo 1", first="#!/none/sh")
     assert not parsed(f"command:{other}").problem

@@ -23,7 +23,7 @@ from deepspeed_nmt.methods.transformer import Transformer
 from deepspeed_nmt.nn.cache import DecoderCache
 from deepspeed_nmt.nn.layers import DecoderLayer, make_decoder_layer
 from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
-from tests.support import batch_of
+from tests.models import two_pairs
 
 V = Vocabulary(40)
 
@@ -40,13 +40,6 @@ def recurrent(
     for parameter in model.parameters():  # biases and LayerNorms start at 0 and 1, which would hide mistakes
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
-
-
-def batch(update: int = 1) -> Batch:
-    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
-    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
-    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
-    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
 
 
 # The transcription: equation 7 and the chain of figure 1, with the sub-layers of Vaswani et al. 2017.
@@ -131,7 +124,7 @@ def test_states_and_gradients_are_those_of_a_plain_transcription(
     norm: str, sharing: str, loops: tuple[int, int]
 ) -> None:
     model = recurrent(norm=norm, sharing=sharing, encoder_loops=loops[0], decoder_loops=loops[1]).train()
-    data, parameters = batch(), dict(model.named_parameters())
+    data, parameters = two_pairs(), dict(model.named_parameters())
     output = Objective(LabelSmoothed(0.1, V.pad))(model, data)
     states = transcribed(model, data, norm, sharing, loops)
     torch.testing.assert_close(model(data), states, rtol=1e-11, atol=1e-11)
@@ -191,7 +184,7 @@ def test_results_are_those_of_a_projection_per_application(
     def step(update: int) -> tuple[Tensor, list[Tensor]]:
         model.zero_grad()
         torch.manual_seed(2)
-        loss = OBJECTIVES[objective]()(model, batch(update)).loss
+        loss = OBJECTIVES[objective]()(model, two_pairs(update)).loss
         loss.backward()
         return loss, [p.grad for p in model.parameters()]
 
@@ -210,7 +203,7 @@ def test_results_are_those_of_a_projection_per_application(
 def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
     model = recurrent(sharing="stacked").train()
     model.recompute(recompute, recompute)
-    data, projected = batch(), Projected(model)
+    data, projected = two_pairs(), Projected(model)
     Objective(LabelSmoothed(0.1, V.pad))(model, data).loss.backward()
     assert projected.rows == [12, 12], "2 layers, 12 source positions; nothing is projected in the backward pass"
     projected.rows.clear()
@@ -228,7 +221,7 @@ def test_the_source_is_projected_once_for_a_layer(recompute: int) -> None:
 def test_a_layer_that_skips_cross_attention_projects_nothing() -> None:
     model = recurrent(CrossAttentionDropConfig(drop_depth=2, drop_ratio=1.0 - 1e-9), sharing="stacked").train()
     projected = Projected(model)
-    loss = Objective(LabelSmoothed(0.1, V.pad))(model, batch()).loss
+    loss = Objective(LabelSmoothed(0.1, V.pad))(model, two_pairs()).loss
     assert set(projected.rows) == {1}, "only the one position that touches the parameters"
     loss.backward()
     assert all(not p.grad.any() for n, p in model.named_parameters() if "cross_attention" in n)
@@ -239,7 +232,7 @@ def test_a_search_keeps_the_source_once_for_a_layer(
     monkeypatch: pytest.MonkeyPatch, sharing: str, applications: int
 ) -> None:
     model = recurrent(sharing=sharing).eval()
-    source, projected = batch().source_BS, Projected(model)
+    source, projected = two_pairs().source_BS, Projected(model)
     memory, cache = model.encode(source), model.begin()
     model.step(torch.tensor([1, 1]), memory, cache)
     cache.select(torch.tensor([1, 1, 1]), torch.tensor([1]))

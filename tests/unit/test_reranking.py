@@ -154,7 +154,7 @@ def test_lists_that_are_cut_off_are_refused(
     nbest, reference = files(tmp_path, cut)
     assert main(["score", "--tune-rerank", nbest, "--reference", reference]) == 2
     said = capsys.readouterr().err
-    assert f"must have all candidates of both nets, but lacks some of line {line}; write it with translate" in said
+    assert f"must have all candidates of both exits, but lacks some of line {line}; write it with translate" in said
     assert "--nbest TWICE_THE_BEAM" in said
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     Path(plain).write_text("0 ||| a ||| log_prob= -1 tokens= 1 ||| 1\n", encoding="utf-8")
     assert "have the candidates of 1 lines and 4 lines" in refused("--tune-rerank", plain, "--reference", reference)
     Path(reference).write_text("a\n", encoding="utf-8")
-    assert "must have the scores of both nets, but lacks them for line 1" in refused(
+    assert "must have the scores by both exits, but lacks them for line 1" in refused(
         "--tune-rerank", plain, "--reference", reference
     )
     Path(plain).write_text("", encoding="utf-8")

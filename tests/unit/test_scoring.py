@@ -142,7 +142,7 @@ def test_what_cannot_be_scored_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="needs a run that translates from left to right"):
         masked.score(["a"], ["b"])
     forward = Translator(model, Letters(), BeamConfig(), torch.device("cpu"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`translations` must be a list of sentences, but is one string"):
+    with pytest.raises(ConfigError, match="`targets` must be a list of sentences, but is one string"):
         forward.score(["a"], "b")
 
 

@@ -17,14 +17,14 @@ from deepspeed_nmt.build import build_model
 from deepspeed_nmt.core.model import TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.search import SEARCHES, Hypothesis
 from deepspeed_nmt.search.base import Request, RequestSearch
-from deepspeed_nmt.search.constrained import Progress, allocate
+from deepspeed_nmt.search.constrained import ConstraintProgress, allocate
 from deepspeed_nmt.search.forced import token_log_probs
 from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
+from tests.models import BOS, EOS, PAD, padded, random_sources, sharp_transformer, sharpened
 
-PAD, BOS, EOS, UNK = 0, 1, 2, 3
+UNK = 3
 SEARCHED: dict[str, dict[str, Any]] = {
     "beam": {"beam": 3},
     "diverse_beam": {"beam": 4, "groups": 2, "diversity": 0.7},
@@ -35,38 +35,10 @@ SEARCHED: dict[str, dict[str, Any]] = {
 RULES = {"min_length": 4, "max_length": 9, "no_repeat_ngram": 2, "suppress_unknown": True, "suppress_tokens": (7, 8)}
 
 
-def sharpened(model: TranslationModel, factor: float = 4.0, end: float = 0.0) -> TranslationModel:
-    """Return a random model whose predictions are far from uniform, and whose sentences end early and late."""
-    with torch.no_grad():
-        model.projection.weight.mul_(factor)
-    bias_V = torch.zeros(model.vocab_size)
-    bias_V[EOS] = end
-    model.projection.bias = torch.nn.Parameter(bias_V)
-    return model.eval()
-
-
-def transformer(seed: int = 1, vocab_size: int = 24, factor: float = 4.0) -> TranslationModel:
-    torch.manual_seed(seed)
-    config = TransformerConfig(
-        dim=32, ffn_dim=48, heads=4, encoder_layers=2, decoder_layers=2, share_embeddings="none", dropout=0.3
-    )
-    return sharpened(build_transformer(config, Vocabulary(vocab_size)), factor)
-
-
 def searcher(name: str, model: TranslationModel, **settings: Any) -> RequestSearch:
     entry = SEARCHES[name]
     search: RequestSearch = entry.build(entry.config.model_validate(settings), model, Vocabulary(model.vocab_size))
     return search
-
-
-def sources(lengths: Sequence[int], vocab_size: int = 24, seed: int = 1) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [[*torch.randint(4, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
-
-
-def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
 
 
 def assert_same(found: Sequence[Hypothesis], expected: Sequence[Hypothesis]) -> None:
@@ -93,7 +65,7 @@ LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.lef
 def test_batches_and_the_cache_change_nothing(method: str, rules: dict[str, Any]) -> None:
     torch.manual_seed(3)
     model = sharpened(build_model(settings_of(method), VOCABULARY), end=7.0)
-    rows = sources([9, 3, 6, 6, 2], VOCABULARY.size)
+    rows = random_sources([9, 3, 6, 6, 2], VOCABULARY.size)
     different, lengths = set(), defaultdict[str, set[tuple[int, int]]](set)
     grown = {"deep_shallow": {"beam": 3}} if settings_of(method).model.named_exits else {}
     for name, settings in {**SEARCHED, **grown}.items():
@@ -130,9 +102,24 @@ def check_rules(tokens: Sequence[int], request: Request) -> None:
         assert len(pairs) == len(set(pairs))
 
 
+@pytest.mark.parametrize("rules", [{}, {"min_length": 5, "suppress_unknown": True}], ids=["free", "ruled"])
+@pytest.mark.parametrize("name", list(SEARCHED))
+def test_a_sentence_at_its_limit_lifts_no_rule_of_another(name: str, rules: dict[str, Any]) -> None:
+    model, rows = sharp_transformer(2), random_sources([4, 4, 4])
+    requests = [Request(0), Request(1, (9, 10, 9, 10, 11, 12, 9)), Request(2, (5, 6, 7))]
+    search = searcher(name, model, **SEARCHED[name], max_length_ratio=0.0, max_length_extra=2, **rules)
+    together = search.search(padded(rows), False, requests)
+    for row, request, found in zip(rows, requests, together, strict=True):
+        (alone,) = search.search(torch.tensor([row]), False, [request])
+        assert_same(found, alone)
+        for each in found:
+            assert tuple(each.tokens[: len(request.prefix)]) == request.prefix
+            assert len(each.tokens) + 1 >= max(len(request.prefix) + 1, rules.get("min_length", 1))
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_searches_without_groups_or_constraints_are_beam_search(seed: int) -> None:
-    model, rows = transformer(seed), sources([4, 11, 7, 2, 5], seed=seed)
+    model, rows = sharp_transformer(seed), random_sources([4, 11, 7, 2, 5], seed=seed)
     expected = searcher("beam", model, beam=4).search(padded(rows))
     diverse = searcher("diverse_beam", model, beam=4, groups=1, diversity=9.0).search(padded(rows))
     constrained = searcher("constrained_beam", model, beam=4).search(padded(rows))
@@ -142,7 +129,7 @@ def test_searches_without_groups_or_constraints_are_beam_search(seed: int) -> No
 
 
 def test_groups_without_diversity_are_equal_and_with_it_differ() -> None:
-    model, rows = transformer(2), sources([6, 9, 4])
+    model, rows = sharp_transformer(2), random_sources([6, 9, 4])
     same = searcher("diverse_beam", model, beam=4, groups=2, diversity=0.0).search(padded(rows))
     half = searcher("beam", model, beam=2).search(padded(rows))
     for found, expected in zip(same, half, strict=True):
@@ -155,7 +142,7 @@ def test_groups_without_diversity_are_equal_and_with_it_differ() -> None:
 
 
 def test_a_wide_constrained_beam_equals_exhaustive_search() -> None:
-    model, (source,) = transformer(4, vocab_size=7), sources([5], vocab_size=7)
+    model, (source,) = sharp_transformer(4, vocab_size=7), random_sources([5], vocab_size=7)
     phrases, limit = ((4, 5), (6,)), 5
     every = [list(words) for length in range(limit) for words in product(range(3, 7), repeat=length)]
     every = [tokens for tokens in every if all(contains(tokens, phrase) for phrase in phrases)]
@@ -170,7 +157,7 @@ def test_a_wide_constrained_beam_equals_exhaustive_search() -> None:
 
 def test_a_phrase_counts_when_its_tokens_follow_one_another() -> None:
     phrases = ((5, 6), (5,), (7, 7))
-    progress = Progress()
+    progress = ConstraintProgress()
     assert progress.next_tokens(phrases) == [5, 7]
     met = []
     for token in (5, 9, 5, 6, 5, 7, 5, 7, 7):
@@ -184,7 +171,7 @@ def test_places_of_a_beam_are_divided_among_banks() -> None:
     from deepspeed_nmt.search.constrained import _Candidate
 
     def candidates(*met: int) -> list[_Candidate]:
-        return [_Candidate(-float(rank), 0, 9, Progress(), count) for rank, count in enumerate(met)]
+        return [_Candidate(-float(rank), 0, 9, ConstraintProgress(), count) for rank, count in enumerate(met)]
 
     chosen = allocate(candidates(0, 0, 0, 0, 0, 1, 2, 2, 2), 7, 2)
     assert [each.met for each in chosen] == [0, 0, 0, 1, 2, 2, 2]
@@ -210,7 +197,7 @@ def frequencies(model: TranslationModel, source: list[int], **settings: Any) -> 
 
 
 def test_samples_follow_the_distribution_of_the_model() -> None:
-    model, (source,) = transformer(3, factor=2.0), sources([5])
+    model, (source,) = sharp_transformer(3, factor=2.0), random_sources([5])
     p = exact(model, source, [])
     assert p.max() < 0.9, "a distribution of one token shows nothing"
 
@@ -233,7 +220,7 @@ def test_samples_follow_the_distribution_of_the_model() -> None:
 
 
 def test_samples_depend_on_seed_and_line_alone() -> None:
-    model, (source,) = transformer(3), sources([6])
+    model, (source,) = sharp_transformer(3), random_sources([6])
     rows = padded([source] * 3)
 
     def samples(seed: int, *lines: int) -> list[list[list[int]]]:
@@ -252,7 +239,7 @@ def test_samples_depend_on_seed_and_line_alone() -> None:
 
 
 def test_a_hypothesis_after_which_no_token_is_allowed_ends() -> None:
-    model, (source,) = transformer(1, vocab_size=7), sources([8], vocab_size=7)
+    model, (source,) = sharp_transformer(1, vocab_size=7), random_sources([8], vocab_size=7)
     for name, settings in SEARCHED.items():
         search = searcher(name, model, **settings, no_repeat_ngram=1, min_length=30)
         (found,) = search.search(torch.tensor([source]), False)
@@ -262,12 +249,12 @@ def test_a_hypothesis_after_which_no_token_is_allowed_ends() -> None:
 
 @pytest.mark.parametrize("name", list(SEARCHED))
 def test_a_model_that_predicts_nan_is_refused(name: str) -> None:
-    model, (source,) = transformer(1), sources([4])
+    model, (source,) = sharp_transformer(1), random_sources([4])
     with torch.no_grad():
         model.projection.weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="predicts NaN"):
         searcher(name, model, **SEARCHED[name]).search(torch.tensor([source]), False)
-    assert searcher(name, transformer(1)).search(torch.empty(0, 3, dtype=torch.long)) == []
+    assert searcher(name, sharp_transformer(1)).search(torch.empty(0, 3, dtype=torch.long)) == []
 
 
 @pytest.mark.parametrize(

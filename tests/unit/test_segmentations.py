@@ -16,9 +16,9 @@ import sentencepiece
 
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.encoding import PairEncoder, longest
-from deepspeed_nmt.data.sampler import BpeSampler, UnigramSampler, sampler_of
-from deepspeed_nmt.data.segmentation import ALPHA, Sampling, split_name
+from deepspeed_nmt.data.segmentation import ALPHA, SampledSegmentations, split_name
 from deepspeed_nmt.data.sentencepiece import SentencePieceTokenizer
+from deepspeed_nmt.data.subword_regularization import BpeSampler, UnigramSampler, sampler_of
 from deepspeed_nmt.data.vocabulary_training import VocabularyType, train_subwords, train_words
 from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.sample.corpus import sentence_pairs
@@ -47,14 +47,14 @@ def tokenizers() -> dict[str, SentencePieceTokenizer]:
 def test_samples_are_other_segmentations_of_the_same_text(
     kind: str, tokenizers: dict[str, SentencePieceTokenizer]
 ) -> None:
-    tokenizer, sampling = tokenizers[kind], Sampling(3, ALPHA[kind], 7)
+    tokenizer, sampling = tokenizers[kind], SampledSegmentations(3, ALPHA[kind], 7)
     samples = [tokenizer.sample_batch(LINES, "source", sampling, number, 0) for number in range(3)]
     plain = tokenizer.encode_batch(LINES)
     for each in samples:
         assert [tokenizer.decode(tokens) for tokens in each] == LINES
         assert sum(a != b for a, b in zip(each, plain, strict=True)) > len(LINES) / 4
     assert all(a != b for a, b in itertools.combinations(samples, 2))
-    again = Sampling(3, ALPHA[kind], 8)
+    again = SampledSegmentations(3, ALPHA[kind], 8)
     assert tokenizer.sample_batch(LINES, "source", again, 0, 0) != samples[0]
     assert tokenizer.sample_batch(LINES, "target", sampling, 0, 0) != samples[0]
     same = tokenizer.sample_batch([LINES[0]] * 40, "source", sampling, 0, 0)
@@ -65,7 +65,7 @@ def test_samples_are_other_segmentations_of_the_same_text(
 def test_samples_do_not_depend_on_the_process_or_the_batch(
     kind: str, tokenizers: dict[str, SentencePieceTokenizer], tmp_path: Path
 ) -> None:
-    tokenizer, sampling = tokenizers[kind], Sampling(2, ALPHA[kind], 7)
+    tokenizer, sampling = tokenizers[kind], SampledSegmentations(2, ALPHA[kind], 7)
     whole = tokenizer.sample_batch(LINES, "source", sampling, 1, 100)
     parts = [tokenizer.sample_batch(LINES[at : at + 5], "source", sampling, 1, 100 + at) for at in (30, 10, 35, 0)]
     assert parts == [whole[at : at + 5] for at in (30, 10, 35, 0)]
@@ -73,7 +73,7 @@ def test_samples_do_not_depend_on_the_process_or_the_batch(
     program = f"""
 from pathlib import Path
 from deepspeed_nmt.data.directory import open_tokenizer
-from deepspeed_nmt.data.segmentation import Sampling
+from deepspeed_nmt.data.segmentation import SampledSegmentations
 print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", {sampling!r}, 1, 100))
 """
     # SentencePiece's own sampling would differ here: each process salts its generator.
@@ -82,7 +82,7 @@ print(open_tokenizer(Path({str(tmp_path)!r})).sample_batch({LINES!r}, "source", 
 
 
 def test_seeds_are_those_of_the_pairs() -> None:
-    sampling = Sampling(2, 0.1, 5)
+    sampling = SampledSegmentations(2, 0.1, 5)
     purpose = randomness.Purpose.SEGMENTATION
     assert sampling.seeds(1, "target", 40, 3) == [randomness.key(5, purpose, 1, 1, pair) for pair in (40, 41, 42)]
     assert [split_name(number) for number in range(3)] == ["train", "train.1", "train.2"]
@@ -159,13 +159,13 @@ def test_symbols_and_unknown_characters_stay_whole(kind: str, tokenizers: dict[s
     text = "<bt> the <num> house 猫 near<num>the river"
     plain = tokenizer.encode(text)
     for number in range(50):
-        (tokens,) = tokenizer.sample_batch([text], "source", Sampling(50, 0.5, 1), number, 0)
+        (tokens,) = tokenizer.sample_batch([text], "source", SampledSegmentations(50, 0.5, 1), number, 0)
         assert [token for token in tokens if token < 6] == [token for token in plain if token < 6]
         assert tokens[0] == 4 and tokenizer.decode(tokens) == tokenizer.decode(plain)
 
 
 def test_pairs_are_encoded_with_tags_in_every_segmentation(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
-    tokenizer, sampling = tokenizers["bpe"], Sampling(3, 0.2, 1)
+    tokenizer, sampling = tokenizers["bpe"], SampledSegmentations(3, 0.2, 1)
     encoder = PairEncoder(tokenizer, Tags("<bt>", "<num>"), sampling)
     encoder.check()
     pairs = [*PAIRS[:4], ("", PAIRS[0][1])]
@@ -188,7 +188,7 @@ def test_what_has_one_segmentation_is_refused() -> None:
         (_characters(), "need a vocabulary of type bpe or unigram, but its type is char"),
     ):
         with pytest.raises(DataError, match=message):
-            PairEncoder(tokenizer, sampling=Sampling(2, 0.1, 1)).check()
+            PairEncoder(tokenizer, sampling=SampledSegmentations(2, 0.1, 1)).check()
 
 
 def _characters() -> SentencePieceTokenizer:

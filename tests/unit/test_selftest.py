@@ -14,7 +14,7 @@ from deepspeed_nmt.commands.selftest import _line
 from deepspeed_nmt.engine.base import Engine
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.selftest import compare
-from deepspeed_nmt.selftest.compare import Row, rows
+from deepspeed_nmt.selftest.compare import Row, engines, rows
 from deepspeed_nmt.selftest.models import build
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -81,6 +81,25 @@ def test_without_a_gpu_the_error_names_its_own_option(
     assert main(["selftest", "--device", "cuda"]) == 2
     error = capsys.readouterr().err
     assert "--device is cuda, but torch finds no GPU; use cpu" in error and "engine.device" not in error
+
+
+def test_a_gpu_compares_packed_batches_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = World(0, 1, 0, torch.device("cuda", 0))
+    wanted = {"plain:bf16+packed", "zero1:bf16+packed"}
+    assert wanted <= {name for name, _ in engines(gpu, "vanilla")}
+    assert not wanted & {name for name, _ in engines(gpu, "abnet")}, "a model that cannot be packed"
+    capability = (7, 0)
+    assert not [name for name, _ in engines(gpu, "vanilla") if "bf16" in name]
+    assert not wanted & {name for name, _ in engines(ALONE, "vanilla")}
+
+
+def test_packed_batches_in_16_bit_are_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "engines", lambda world, method: [("plain:bf16+packed", 1)])
+    (row,) = rows(ALONE)
+    assert row.passed and max(row.loss, row.norm, row.weights) > 1e-5
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from deepspeed_nmt.core.objective import Objective, TrainModule
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.data.batching import BatchConfig
 from deepspeed_nmt.data.loader import TrainLoader, Update
-from deepspeed_nmt.data.plans import Cursor
+from deepspeed_nmt.data.update_order import Cursor
 from deepspeed_nmt.engine.base import UpdateResult
 from deepspeed_nmt.engine.plain import PlainEngine
 from deepspeed_nmt.errors import TrainingError
@@ -59,7 +59,7 @@ def engine(precision: str = "fp32") -> PlainEngine:
 def test_culprits_are_named_unless_the_loss_scale_may_be_the_cause(
     tmp_path: Path, precision: str, explain: bool, named: bool
 ) -> None:
-    loader = TrainLoader(
+    loader = TrainLoader.of_corpus(
         random_corpus(tmp_path, 40, 50, 1), BatchConfig(update_tokens=300, micro_tokens=300), 1, 0, 1, V
     )
     first = next(loader.updates(Cursor(), 1))

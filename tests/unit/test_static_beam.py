@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_nmt.build import build_model
-from deepspeed_nmt.core.model import DecodableModel, TranslationModel
+from deepspeed_nmt.core.model import DecodableModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import CheckpointError
-from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.linear import UsesPackedWeights, pack_weights
 from deepspeed_nmt.nn.static_cache import Bucket, Store
 from deepspeed_nmt.search import SEARCHES, Hypothesis, beam, replay
@@ -29,9 +28,8 @@ from deepspeed_nmt.search.rules import StaticRules, TokenRules
 from deepspeed_nmt.search.static_beam import Pacing, StaticBeamSearch
 from deepspeed_nmt.search.static_step import positions_of_bucket, sentences_of_bucket
 from deepspeed_nmt.selftest.models import VOCABULARY, methods, settings_of
-from tests.unit.test_searches import sharpened
+from tests.models import BOS, padded, random_sources, sharp_transformer, sharpened
 
-PAD, BOS, EOS = 0, 1, 2
 CPU = torch.device("cpu")
 LEFT_TO_RIGHT = [method for method in methods() if settings_of(method).model.left_to_right]
 RULES = {"min_length": 4, "no_repeat_ngram": 2, "suppress_unknown": True, "suppress_tokens": (7, 8)}
@@ -116,17 +114,8 @@ def static(monkeypatch: pytest.MonkeyPatch) -> Iterator[Static]:
     yield made
 
 
-def transformer(seed: int = 1, vocab_size: int = 24, **settings: Any) -> TranslationModel:
-    torch.manual_seed(seed)
-    shape = {"dim": 32, "ffn_dim": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, **settings}
-    config = TransformerConfig.model_validate({**shape, "share_embeddings": "none", "dropout": 0.3})
-    return sharpened(build_transformer(config, Vocabulary(vocab_size)))
-
-
 def sources(lengths: Sequence[int], vocab_size: int = 24, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = [[*torch.randint(4, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
-    return torch.tensor([[*row, *[PAD] * (max(lengths) - len(row))] for row in rows])
+    return padded(random_sources(lengths, vocab_size, seed))
 
 
 def pair_of(model: DecodableModel, **settings: Any) -> tuple[BeamSearch, BeamSearch]:
@@ -165,7 +154,7 @@ def test_it_finds_what_beam_search_finds(method: str, settings: dict[str, Any], 
 
 @pytest.mark.parametrize("pacing", [(1, 0), (1, 3), (3, 0), (4, 1), (5, 9), (50, 0)], ids=str)
 def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) -> None:
-    model, settings = sharpened(transformer(2), 0.25, end=2.0), {"beam": 3, "max_length_extra": 20}
+    model, settings = sharpened(sharp_transformer(2), 0.25, end=2.0), {"beam": 3, "max_length_extra": 20}
     source_BS = sources([13, 2, 7, 7, 1, 5, 10, 3, 12, 4, 4])
     static.pacing = Pacing(1, 0, least_positions=4)
     expected, at_once = pair_of(model, **settings)
@@ -184,7 +173,7 @@ def test_late_answers_change_nothing(pacing: tuple[int, int], static: Static) ->
 
 
 def test_a_search_goes_on_from_batch_to_batch(static: Static) -> None:
-    expected, found = pair_of(transformer(1), beam=2)
+    expected, found = pair_of(sharp_transformer(1), beam=2)
     for seed, lengths in enumerate([[3, 2], [9, 8, 7, 6, 5], [20], [3, 2], [9, 8, 7, 6, 5], [2], [9, 8, 7, 6, 5]]):
         source_BS = sources(lengths, seed=seed)
         padded = len(set(lengths)) > 1
@@ -201,7 +190,7 @@ def test_a_search_goes_on_from_batch_to_batch(static: Static) -> None:
 
 
 def test_a_batch_after_one_with_numbers_that_are_not_finite(static: Static) -> None:
-    model = transformer(1)
+    model = sharp_transformer(1)
     expected, found = pair_of(model, beam=2)
     source_BS = sources([9, 4, 6])
     known = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -216,7 +205,7 @@ def test_a_batch_after_one_with_numbers_that_are_not_finite(static: Static) -> N
 
 @pytest.mark.parametrize("weights", [None, [0.8, 0.2]])
 def test_an_ensemble(weights: list[float] | None, static: Static) -> None:
-    models = [transformer(1), transformer(2, decoder_layers=1)]
+    models = [sharp_transformer(1), sharp_transformer(2, decoder_layers=1)]
     expected, found = pair_of(Ensemble(models, weights).eval(), beam=3)
     source_BS = sources([9, 3, 6, 12, 4])
     assert_same(found.search(source_BS), expected.search(source_BS))
@@ -228,7 +217,7 @@ def test_an_ensemble(weights: list[float] | None, static: Static) -> None:
 def test_an_exit_with_other_weights(
     norm: str, activation: str, prepare: Callable[[nn.Module], None], static: Static
 ) -> None:
-    model = transformer(3, decoder_layers=3, norm=norm, activation=activation).at_exit("1-2")
+    model = sharp_transformer(3, decoder_layers=3, norm=norm, activation=activation).at_exit("1-2")
     expected, found = pair_of(model, beam=3)
     source_BS = sources([9, 3, 6, 12, 4])
     plain = expected.search(source_BS)
@@ -248,7 +237,7 @@ def test_an_exit_with_other_weights(
 
 
 def test_validation_on_a_gpu_joins_weights_of_decoder_layers_for_a_while() -> None:
-    model = transformer(1)
+    model = sharp_transformer(1)
     using = {name for name, each in model.named_modules() if isinstance(each, UsesPackedWeights)}
     with packed_weights(model, torch.device("cuda")):
         joined = {name for name in using if model.get_submodule(name).packed is not None}
@@ -257,7 +246,7 @@ def test_validation_on_a_gpu_joins_weights_of_decoder_layers_for_a_while() -> No
 
 
 def test_in_16_bit_scores_are_nearly_the_same(static: Static) -> None:
-    model = transformer(1)
+    model = sharp_transformer(1)
     expected, found = pair_of(model, beam=2)
     source_BS = sources([9, 3, 6, 12, 4])
     best = [one[0].score for one in expected.search(source_BS)]
@@ -268,20 +257,29 @@ def test_in_16_bit_scores_are_nearly_the_same(static: Static) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_at_its_limit_a_hypothesis_ends(limit: int, static: Static) -> None:
-    expected, found = pair_of(transformer(1), beam=4, max_length_ratio=0.0, max_length_extra=limit)
+    expected, found = pair_of(sharp_transformer(1), beam=4, max_length_ratio=0.0, max_length_extra=limit)
     source_BS = sources([5, 9])
     assert_same(found.search(source_BS), expected.search(source_BS))
     assert len(static.buckets) <= limit
 
 
+def test_a_sentence_at_its_limit_lifts_no_rule_of_another(static: Static) -> None:
+    expected, found = pair_of(sharp_transformer(2), beam=3, max_length_ratio=0.0, max_length_extra=2)
+    requests = [Request(0), Request(1, (9, 10, 9, 10, 11, 12, 9)), Request(2, (5, 6, 7))]
+    source_BS = sources([4, 4, 4])
+    assert_same(found.search(source_BS, False, requests), expected.search(source_BS, False, requests))
+    for request, hypotheses in zip(requests, found.search(source_BS, False, requests), strict=True):
+        assert all(tuple(each.tokens[: len(request.prefix)]) == request.prefix for each in hypotheses)
+
+
 def test_models_without_static_caches_are_searched_as_before(static: Static) -> None:
-    whole = transformer(1)
+    whole = sharp_transformer(1)
 
     class Other(Ensemble):
         def begin_static(self, ancestry: object) -> None:
             return None
 
-    expected, found = pair_of(Ensemble([whole, Other([transformer(2)])]).eval(), beam=2)
+    expected, found = pair_of(Ensemble([whole, Other([sharp_transformer(2)])]).eval(), beam=2)
     assert_same(found.search(sources([4, 6])), expected.search(sources([4, 6])))
     assert not static.searches
     (without, _), cpu = pair_of(whole, beam=2), sources([4])

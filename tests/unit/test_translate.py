@@ -16,9 +16,10 @@ from deepspeed_nmt.core.model import Memory, TranslationModel
 from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError, options_as_typed
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from deepspeed_nmt.search.base import Translation
 from deepspeed_nmt.search.beam import BeamConfig
-from deepspeed_nmt.search.source_lines import warn_of_form
-from deepspeed_nmt.search.translate import Translation, length_buckets, pad_sources, translate_lines
+from deepspeed_nmt.search.source_form import warn_of_form
+from deepspeed_nmt.search.translate import length_buckets, pad_sources, translate_lines
 from deepspeed_nmt.text import TextForm, text_of
 
 
@@ -171,6 +172,28 @@ def test_a_very_long_line_is_cut_and_the_others_counted(
         "line 2 has 30 tokens, more than 20 (`max_source_tokens`): its end is not translated",
         "6 of 7 lines were cut to 20 tokens: lines 2, 3, 4, 5, 6, ...",
     ]
+
+
+def test_the_rest_of_a_huge_line_is_not_encoded(model: TranslationModel, warnings: list[str]) -> None:
+    encoded: list[int] = []
+
+    class Counting(Letters):
+        def encode(self, text: str) -> list[int]:
+            encoded.append(len(text))
+            return super().encode(text.strip())
+
+    (expected,) = translate_lines(model, Letters(), ["fgh" * 10], CONFIG, max_source_tokens=30)
+    lines = ["ab", "fgh" * 1_000_000 + "\n", "cd"]
+    found = list(translate_lines(model, Counting(), lines, CONFIG, max_source_tokens=30))
+    assert same(found[1], expected) and max(encoded) < 100_000
+    assert warnings == [
+        "line 2 has 65,536 tokens or more, more than 30 (`max_source_tokens`): its end is not translated"
+    ]
+    warnings.clear()
+    white = translate_lines(model, Counting(), [" " * 3_000_000 + "fgh" * 10], CONFIG, max_source_tokens=30)
+    assert same(next(white), expected) and not warnings, "white space has no tokens"
+    with pytest.raises(DataError, match="but line 1 has 65,536 tokens or more; split it"):
+        list(translate_lines(model, Counting(), lines[1:], CONFIG, max_source_tokens=30, strict=True))
 
 
 def test_a_model_may_read_less(model: TranslationModel, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_nmt import api
 from deepspeed_nmt.cli import main
-from deepspeed_nmt.search.translate import Translation
+from deepspeed_nmt.search.base import Translation
 
 LINES = ["one two\n", "\n", "drei\n"]
 REVERSED = "owt eno\n\nierd\n"
@@ -23,6 +23,7 @@ class Reverser:
 
     def stream(self, lines: Iterable[str], **options: object) -> Iterator[list[Translation]]:
         """Yield each line backwards."""
+        self.options = options
         for line in lines:
             yield [Translation(line[::-1], 0.0, [])]
 
@@ -54,6 +55,28 @@ def test_named_pipes(tmp_path: Path) -> None:
     assert translate(source, target) == 0
     reader.join(5)
     assert read == [REVERSED]
+
+
+@pytest.mark.timeout(20)
+def test_a_coprocess_gets_its_lines_as_soon_as_they_are_translated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Reverser] = []
+    monkeypatch.setattr(api.Translator, "open", lambda *_, **__: asked.append(Reverser()) or asked[-1])
+    source, target = tmp_path / "source", tmp_path / "target"
+    os.mkfifo(source)
+    os.mkfifo(target)
+    words = ["translate", "--run", "run", "--input", str(source), "--output", str(target), "--buffer-lines", "2"]
+    statuses: list[int] = []
+    command = threading.Thread(target=lambda: statuses.append(main(words)), daemon=True)
+    command.start()
+    with source.open("w") as questions, target.open() as answers:
+        for pair in ("ab", "cd"):
+            questions.write(f"x{pair[0]}\nx{pair[1]}\n")
+            questions.flush()
+            assert [answers.readline() for _ in pair] == [f"{letter}x\n" for letter in pair]
+    command.join(10)
+    assert statuses == [0] and asked[0].options["buffer_lines"] == 2
 
 
 @pytest.mark.timeout(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import signal
@@ -23,7 +24,7 @@ from deepspeed_nmt.files import open_text
 from deepspeed_nmt.interruption import Interrupted
 from deepspeed_nmt.locks import exclusive
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.parallel.launched import Place
+from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.shared_work import SharedWork
 from deepspeed_nmt.run import pieces as on_disk
 from deepspeed_nmt.run import translation
@@ -216,10 +217,37 @@ def test_another_translation_is_refused_without_the_weights(
         file = FileToTranslate(
             stream, "source", source.with_name("target"), len(LINES), 4, max_tokens=8, options=options
         )
-        check_resumable(file, translator.search, "cpu")
+        check_resumable(file, translator.search, "cpu", "fp32")
         other = translator.search.model_copy(update={"beam": 5})
         with pytest.raises(DataError, match="to be resumed, but --beam was 2 and is 5; start"):
-            check_resumable(file, other, "cpu")
+            check_resumable(file, other, "cpu", "fp32")
+
+
+def test_a_piece_damaged_while_others_are_translated(
+    translator: Translator, source: Path, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write = Pieces.write
+
+    def damaged(self: Pieces, piece: int, *content: Any) -> None:
+        write(self, piece, *content)
+        if piece == 2 and "is damaged" not in caplog.text:
+            self.file(piece).write_bytes(b"{}")
+
+    monkeypatch.setattr(Pieces, "write", damaged)
+    assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
+    assert "piece-0000002 is damaged; it is translated again" in caplog.text
+
+
+def test_pieces_of_another_precision_are_refused(
+    translator: Translator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Pieces, "remove", lambda self: None)
+        assert translate(translator, source, options={"--device": "auto"}) == 0
+    other = copy.copy(translator)
+    other._opened = Opened((), "best", "top", ("w",), "bf16")
+    with pytest.raises(DataError, match="to be resumed, but --precision was 'fp32' and is 'bf16'; start"):
+        translate(other, source, options={"--device": "auto"})
 
 
 def test_strict_refuses_before_anything_is_translated(translator: Translator, source: Path) -> None:
@@ -241,7 +269,7 @@ def in_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, work: Callable[[int], 
     """Run a function as several ranks, which are threads with a store."""
     store, mine = dist.HashStore(), threading.local()
     monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(place, store))
-    monkeypatch.setattr(translation, "place", lambda: Place(mine.rank, ranks, mine.rank))
+    monkeypatch.setattr(translation, "place", lambda: RankPlace(mine.rank, ranks, mine.rank))
 
     def run(rank: int) -> None:
         mine.rank = rank
@@ -322,7 +350,7 @@ def test_a_piece_of_a_silent_rank_is_taken_over(
 ) -> None:
     store = dist.HashStore()
     store.add("claimed/items", 1)  # another rank has the first piece, and is lost
-    monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(Place(0, 1, 0), store))
+    monkeypatch.setattr(SharedWork, "join", lambda place: SharedWork(RankPlace(0, 1, 0), store))
     monkeypatch.setattr(translation, "SILENT_S", 0.0)
     assert translate(translator, source) == 0 and source.with_name("target").read_text() == expected
     assert "piece 0 is translated by another rank" in caplog.text

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError, DataError
 from deepspeed_nmt.evaluate.nbest import Candidate
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
-from deepspeed_nmt.run.opening import suppressed
+from deepspeed_nmt.run.opening import suppressed, warn_of_differences
 from deepspeed_nmt.search import SEARCHES
-from deepspeed_nmt.search.beam import BeamConfig
+from deepspeed_nmt.search.beam import BeamConfig, BeamSearch
 from deepspeed_nmt.search.ensemble import Ensemble
 from deepspeed_nmt.search.mask_predict import MaskPredictConfig
+from deepspeed_nmt.text import NO_TAGS, Tags, TextForm
 
 V = Vocabulary(30)
 LINES = ["hello", "a", "translation", "", "deep", "zz", "longer", "b", "model"] * 3
@@ -80,6 +82,80 @@ def test_a_translation_begins_with_its_prefix_and_contains_its_constraints() -> 
     for line, begin, phrases, each in zip(LINES, prefix, constraints, both, strict=True):
         text = each.text.replace(" ", "")
         assert not line or (text.startswith(begin) and all(phrase.strip() in text for phrase in phrases))
+
+
+def test_the_search_is_built_once_and_anew_for_another_model_or_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    build = BeamSearch.__init__
+
+    def spy(search: BeamSearch, *arguments: Any, **named: Any) -> None:
+        built.append(arguments[0].beam)
+        build(search, *arguments, **named)
+
+    monkeypatch.setattr(BeamSearch, "__init__", spy)
+    translator = opened()
+    expected = [each.text for each in translator.translate(LINES)]
+    assert [each.text for each in translator.translate(LINES)] == expected and built == [3]
+    interleaved = zip(translator.stream(LINES, buffer_lines=2), translator.stream(LINES, max_tokens=9), strict=True)
+    assert [(one[0].text, two[0].text) for one, two in interleaved] == [(each, each) for each in expected]
+    assert built == [3]
+    shallow = translator.at_exit("1-1")
+    assert [each.text for each in shallow.translate(LINES)] != expected and built == [3, 3]
+    for _ in range(2):
+        translator.search = BeamConfig(beam=2)
+        translator.translate(LINES)
+    assert built == [3, 3, 2]
+    translator.model = plain(2)
+    other = [each.text for each in translator.translate(LINES)]
+    assert other == [each.text for each in opened(BeamConfig(beam=2), 2).translate(LINES)] != expected
+
+
+def like_a_run(name: str, search: SearchConfig, tags: Tags = NO_TAGS, text: TextForm | None = None) -> Any:
+    return SimpleNamespace(path=name, config=SimpleNamespace(search=search), tags=tags, text_form=text or TextForm())
+
+
+@pytest.mark.parametrize(
+    ("other", "given", "differences"),
+    [
+        (like_a_run("B", BeamConfig()), {}, ""),
+        (like_a_run("B", BeamConfig(beam=2)), {"length_penalty": "none"}, "search.beam (5 and 2)"),
+        (like_a_run("B", BeamConfig(beam=2)), {"beam": 2}, ""),
+        (like_a_run("B", config("sampling", max_length=9)), {}, "search.name ('beam' and 'sampling')"),
+        (like_a_run("B", config("sampling", max_length=9)), {"name": "beam"}, "search.max_length (0 and 9)"),
+        (like_a_run("B", BeamConfig(), Tags("<2de>", "<de>")), {"tag": ""}, "`tag_target` (none and <de>)"),
+        (
+            like_a_run("B", BeamConfig(), Tags("<2de>"), TextForm("raw", "en", "de")),
+            {"beam": None},
+            "`tag` (none and <2de>), the form of their text (moses (en-de) and raw (en-de))",
+        ),
+    ],
+)
+def test_runs_of_an_ensemble_that_differ_are_warned_of(
+    other: Any, given: dict[str, object], differences: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(logging.getLogger("deepspeed_nmt"), "propagate", True)
+    first = like_a_run("A", BeamConfig(), text=TextForm("moses", "en", "de"))
+    with caplog.at_level(logging.WARNING, "deepspeed_nmt"):
+        warn_of_differences([first, first, other], BeamConfig(), given)
+    said = f"A and B differ in {differences}; the ensemble decodes with what A has, unless other options are given"
+    assert caplog.messages == ([said] if differences else [])
+
+
+def test_translate_returns_as_many_translations_as_are_asked_for() -> None:
+    translator = opened()
+    best = [each.text for each in translator.translate(LINES)]
+    lists = translator.translate(LINES, nbest=3, max_source_tokens=9)
+    assert [each[0].text for each in lists] == best
+    assert {len(each) for line, each in zip(LINES, lists, strict=True) if line} == {3}
+    assert [[each.text for each in one] for one in translator.translate(LINES, nbest=1)] == [[each] for each in best]
+    with pytest.raises(ConfigError, match="`nbest` must be at most `beam`, which is 3, but is 4"):
+        translator.translate(LINES, nbest=4)
+
+
+def test_given_targets_are_scored_by_name() -> None:
+    translator = opened()
+    by_name = translator.score(sources=["ab"], targets=["cd"])
+    assert [each.log_prob for each in by_name] == [each.log_prob for each in translator.score(["ab"], ["cd"])]
 
 
 def test_samples_depend_on_the_number_of_the_line_alone() -> None:

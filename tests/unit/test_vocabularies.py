@@ -1,4 +1,4 @@
-"""Kinds of SentencePiece vocabularies: symbols, one a side, unigram models, bytes, and models of the user's."""
+"""Kinds of SentencePiece vocabularies: symbols, one a side, unigram models, bytes, and user-supplied models."""
 
 from __future__ import annotations
 
@@ -121,6 +121,15 @@ def test_unigram_and_bytes() -> None:
         fallback = train_subwords(lines, 298, vocabulary_type=kind, byte_fallback=True)  # type: ignore[arg-type]
         assert 3 not in fallback.encode("the 猫 river")
         assert fallback.decode(fallback.encode("the 猫 river")) == "the 猫 river"
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\v", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_bytes_that_break_lines_become_spaces(character: str) -> None:
+    tokenizer = train_subwords(ENGLISH, 290, byte_fallback=True)
+    numbers = [tokenizer.number(f"<0x{byte:02X}>") for byte in character.encode()]
+    word = tokenizer.encode("river")
+    assert None not in numbers
+    assert tokenizer.decode([*word, *map(int, numbers), *word]) == "river  river"  # type: ignore[arg-type]
 
 
 def test_sizes_count_symbols_and_bytes() -> None:

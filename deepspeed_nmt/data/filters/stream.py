@@ -1,4 +1,4 @@
-"""Filtering of text that is no file: batches of pairs, in order, such as translations that a model has made."""
+"""Filtering of text that is in no file: batches of pairs, in order, such as translations that a model has made."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ class Content:
         restarts: tables of starts.
         validation: tables of validation sets and test scores.
         best: the best validation; None before the first.
+        missing: names of the run's files that are missing or cannot be read.
         threshold: source reliance below which a decoder counts as collapsed.
         guessing: loss of guessing, in nats a token; None if the vocabulary's size is not known.
         made_by: version of the program.
@@ -104,6 +105,7 @@ class Content:
     restarts: Sequence[Table]
     validation: Sequence[Table]
     best: Best | None
+    missing: Sequence[str]
     threshold: float
     guessing: float | None
     made_by: str

@@ -11,6 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from deepspeed_nmt.evaluate.page.events import Event, Events
 from deepspeed_nmt.evaluate.page.figures import Figure, curves, distribution, heat_maps, plain
 from deepspeed_nmt.evaluate.page.log import RunLog
 from deepspeed_nmt.evaluate.page.texts import Sentence, TextSet, shortened
+from deepspeed_nmt.evaluate.page.words import words_of
 
 _FOLDER = Path(__file__).parent
 _ON_CURVES = ("skip", "spike", "rollback", "collapse", "failure", "resume")
@@ -128,8 +130,11 @@ def _specification(figure: Figure) -> Mapping[str, Any]:
     return {"id": figure.id, "data": figure.traces, "layout": figure.layout, "timeline": figure.timeline}
 
 
-def _marks(events: Events, content: Content) -> list[Mapping[str, Any]]:
-    """Return the marks on curves, by kind: at which updates, and words for each."""
+def _marks(events: Events, content: Content) -> list[dict[str, Any]]:
+    """Return the marks on curves, by kind: at which updates, and words for each.
+
+    The mark of the best validation has the tag of the curve that it lies on, and its height there.
+    """
     by_kind: dict[str, list[tuple[int, str]]] = {}
     for kind in _ON_CURVES:
         found = [event for event in events.of(kind) if event.update is not None]
@@ -137,12 +142,16 @@ def _marks(events: Events, content: Content) -> list[Mapping[str, Any]]:
         if found:
             by_kind[kind] = [(event.update or 0, _mark(event)) for event in found[::step]]
     if content.best is not None:
-        value = "" if content.best.value is None else f", {content.best.tag} {content.best.value:.4g}"
+        value = "" if content.best.value is None else f", {words_of(content.best.tag)} {content.best.value:.4g}"
         by_kind["best"] = [(content.best.update, f"best validation{value}")]
-    return [
+    marks: list[dict[str, Any]] = [
         {"kind": kind, "updates": [update for update, _ in found], "texts": [plain(text) for _, text in found]}
         for kind, found in by_kind.items()
     ]
+    best = content.best
+    if best is not None and best.value is not None and math.isfinite(best.value):
+        marks[-1] |= {"tag": best.tag, "values": [best.value]}
+    return marks
 
 
 def _mark(event: Event) -> str:

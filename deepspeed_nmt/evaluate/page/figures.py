@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed_nmt.evaluate.curves import SOURCE_RELIANCE
 from deepspeed_nmt.evaluate.page.content import Content
 from deepspeed_nmt.evaluate.page.log import RunLog, Series, finite, grid
+from deepspeed_nmt.evaluate.page.words import METRIC_NAMES, words_of
 
 Trace = dict[str, Any]
 _LOSSES = ("loss", "nll", "ppl")
@@ -68,7 +69,7 @@ def curves(log: RunLog, content: Content) -> list[Figure]:
         _curves(log, "rate", "Learning rate", "", ["train/lr"], "Of each update."),
         _curves(log, "norm", "Gradient norm", "", ["train/grad_norm"], "Before clipping.", log_scale=True),
         _curves(log, "speed", "Speed", "target tokens a second", ["perf/target_tokens_per_s"], "Over all ranks."),
-        _curves(log, "memory", "Memory", "GiB", ["perf/memory"], "Peak on rank 0."),
+        _curves(log, "memory", "Memory", "GiB", ["perf/memory"], "The largest peak of any rank."),
         _curves(
             log, "shares", "Use of time and of the device", "share", ["perf/mfu", "perf/data_wait", "perf/padding"],
             "Waiting for data, padding and, for known GPUs, model FLOPs utilisation.",
@@ -185,11 +186,12 @@ def _line(tag: str, series: Series) -> Trace:
     """Return the curve of a tag; few values have markers, too."""
     thin = series.thinned()
     few = len(thin) <= 25
-    hover = "%{y:.5g}<extra>" + plain(tag) + "</extra>"
+    words = plain(words_of(tag))
+    hover = "%{y:.5g}<extra>" + words + "</extra>"
     return {
         "type": "scatter",
         "mode": "lines+markers" if few else "lines",
-        "name": plain(tag),
+        "name": words,
         "meta": tag,
         "x": thin.updates,
         "y": finite(thin.values),
@@ -208,7 +210,7 @@ def _words(series: Mapping[str, Series]) -> str:
     parts = []
     for tag, each in list(series.items())[:6]:
         values = each.finite
-        parts.append(f"{tag} from {values[0]:.4g} to {values[-1]:.4g}, at least {min(values):.4g}, at most "
+        parts.append(f"{words_of(tag)} from {values[0]:.4g} to {values[-1]:.4g}, at least {min(values):.4g}, at most "
                      f"{max(values):.4g}")  # fmt: skip
     return "; ".join(parts)
 
@@ -216,13 +218,12 @@ def _words(series: Mapping[str, Series]) -> str:
 def _metrics(log: RunLog) -> Iterator[Figure | None]:
     """Yield a figure for each metric of translations, with a line for each validation set."""
     names = dict.fromkeys(tag.rpartition("/")[2] for tag in log.tags if tag.startswith("valid/"))
-    titles = {"bleu": "BLEU", "bleu_tokenised": "Tokenised BLEU", "chrf": "chrF", "ter": "TER"}
     for name in names:
         if name in _LOSSES:
             continue
         tags = [tag for tag in log.tags if tag.startswith("valid/") and tag.rpartition("/")[2] == name]
         tags.sort(key=lambda tag: tag.count("/"))  # the main set first
-        title = titles.get(name, name)
+        title = "Tokenised BLEU" if name == "bleu_tokenised" else METRIC_NAMES.get(name, name)
         better = " Lower is better." if name == "ter" else ""
         yield _curves(log, f"metric-{name}", title, "", tags, f"Of the translated validation sets.{better}")
 

@@ -23,7 +23,7 @@ class Series:
 
     Attributes:
         updates: number of the update of each value.
-        values: the values; NaN and infinities are among them, as they were logged.
+        values: the values; NaN and infinities are among them.
     """
 
     updates: list[int]
@@ -186,7 +186,7 @@ def finite(values: Sequence[float]) -> list[float | None]:
 
 
 def _entry(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return update and numbers of a line of the log; None if it is damaged."""
+    """Return update and numbers of a line of the log, NaN for null; None if it is damaged."""
     try:
         content = parse_json(line)
         update = int(content.pop("update"))
@@ -196,7 +196,9 @@ def _entry(line: bytes) -> tuple[int, dict[str, float]] | None:
         return None
     values = {}
     for tag, value in content.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if value is None:
+            values[tag] = math.nan
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             try:
                 values[tag] = float(value)
             except OverflowError:  # an integer of hundreds of digits

@@ -64,16 +64,20 @@
     return layout;
   };
 
-  // Marks lie on an axis of their own along the bottom; kinds with a line also cross the figure.
+  // Marks lie on an axis of their own along the bottom, or on the curve of their tag; kinds with a line also cross the
+  // figure.
   const addMarks = (figure, data, layout) => {
     if (!marked || !figure.timeline || !marks.length || figure.data[0].type === "heatmap") return;
     layout.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
-    for (const [level, { kind, updates, texts }] of marks.entries()) {
+    for (const [level, { kind, updates, texts, tag, values }] of marks.entries()) {
       const look = MARKS[kind];
       const x = updates.map(place);
       const height = 0.035 + 0.055 * level; // so that two events of one update are both seen
+      const where = figure.data.some((trace) => tag && trace.meta === tag)
+        ? { y: values, yaxis: "y" }
+        : { y: x.map(() => height), yaxis: "y2" };
       data.push({
-        type: "scatter", mode: "markers", name: look.words, showlegend: false, x, y: x.map(() => height), yaxis: "y2",
+        type: "scatter", mode: "markers", name: look.words, showlegend: false, x, ...where,
         marker: { symbol: look.symbol, color: look.colour, size: 8, line: { width: 1, color: colour("--card") } },
         text: texts, hovertemplate: "%{text}<extra></extra>", hoverlabel: { align: "left" }, cliponaxis: false,
       });

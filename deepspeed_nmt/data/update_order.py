@@ -1,16 +1,16 @@
-"""Plans: which sentences make which update.
+"""The order of the training text: which sentences make which update.
 
-A plan is a pure function of (lengths, seed, epoch, update_tokens). It does not depend on GPUs, so a run resumed on
+It is a pure function of (lengths, seed, epoch, update_tokens), and does not depend on GPUs, so a run resumed on
 other hardware makes the same updates. Updates are made window by window, so that a run over tens of millions of pairs
 starts, and resumes anywhere, in seconds:
 
 1. The sentences are shuffled by a permutation that needs no table, and divided into windows of equally many. All
    windows have equally many updates, so the window of an update is known without making those before it.
-2. A window's sentences are sorted by length and cut into *grains* of about ``grain_tokens`` target tokens. The grains
-   are shuffled, and each update takes the next few. Thus an update is a mixture of lengths, unless it has only one or
-   two grains.
+2. A window's sentences are sorted by length and divided into *grains* of about ``grain_tokens`` target tokens. The
+   grains are shuffled, and each update takes the next few. Thus an update is a mixture of lengths, unless it has only
+   one or two grains.
 
-How an update is cut into micro-batches is the matter of :mod:`deepspeed_nmt.data.batching`.
+How an update is divided into micro-batches is the matter of :mod:`deepspeed_nmt.data.batching`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Place:
-    """An update's place in a plan.
+class UpdatePlace:
+    """The place of an update in the order.
 
     Attributes:
-        window: key of its window, as :meth:`Plan.window` takes it.
+        window: key of its window, as :meth:`UpdateOrder.window` takes it.
         index: of the update in the window.
     """
 
@@ -64,7 +64,7 @@ def window_updates(update_tokens: int) -> int:
     return max(_LEAST_UPDATES, min(_WINDOW_UPDATES, _WINDOW_TOKENS // update_tokens))
 
 
-class Plan(ABC):
+class UpdateOrder(ABC):
     """A division of the training text into updates.
 
     Args:
@@ -83,7 +83,7 @@ class Plan(ABC):
         """Return the number of updates of an epoch."""
 
     @abstractmethod
-    def place(self, cursor: Cursor, number: int) -> Place:
+    def place(self, cursor: Cursor, number: int) -> UpdatePlace:
         """Return the place of an update.
 
         Args:
@@ -110,7 +110,7 @@ class Plan(ABC):
         return Cursor(cursor.epoch + 1, 0)
 
 
-class EpochPlan(Plan):
+class EpochOrder(UpdateOrder):
     """Epochs of one corpus: every sentence is in exactly one update of each."""
 
     def updates_in(self, epoch: int) -> int:
@@ -118,10 +118,10 @@ class EpochPlan(Plan):
         windows, updates = self._shape(epoch)
         return windows * updates
 
-    def place(self, cursor: Cursor, number: int) -> Place:
+    def place(self, cursor: Cursor, number: int) -> UpdatePlace:
         """Return the place of an update, which its position in the data decides."""
         _, updates = self._shape(cursor.epoch)
-        return Place((cursor.epoch, cursor.update // updates), cursor.update % updates)
+        return UpdatePlace((cursor.epoch, cursor.update // updates), cursor.update % updates)
 
     def window(self, key: tuple[int, int]) -> Window:
         """Make a window of an epoch; its key is the epoch and its number there."""
@@ -149,7 +149,7 @@ class EpochPlan(Plan):
         return windows, max(1, min(round(updates / windows), len(part) // windows))
 
 
-class TabulatedPlan(Plan):
+class TabulatedOrder(UpdateOrder):
     """Epochs of one corpus as older versions planned them, all of an epoch at once, for runs that they began."""
 
     def __init__(self, corpora: Corpora, seed: int, update_tokens: int) -> None:
@@ -160,9 +160,9 @@ class TabulatedPlan(Plan):
         """Return the number of updates of an epoch; epochs differ, since grains differ in size."""
         return len(self.window((epoch, 0)))
 
-    def place(self, cursor: Cursor, number: int) -> Place:
+    def place(self, cursor: Cursor, number: int) -> UpdatePlace:
         """Return the place of an update, which its position in the data decides."""
-        return Place((cursor.epoch, 0), cursor.update)
+        return UpdatePlace((cursor.epoch, 0), cursor.update)
 
     def window(self, key: tuple[int, int]) -> Window:
         """Make a whole epoch; its key is the epoch and 0."""
@@ -179,7 +179,7 @@ class TabulatedPlan(Plan):
 
 
 def tabulated_epoch(source: Lengths, target: Lengths, seed: int, epoch: int, update_tokens: int) -> Window:
-    """Divide all sentences into the updates of an epoch of :class:`TabulatedPlan`."""
+    """Divide all sentences into the updates of an epoch of :class:`TabulatedOrder`."""
     shuffled = randomness.permutation(len(target), seed, randomness.Purpose.SHUFFLE, epoch)
     grain = grain_tokens(update_tokens)
     window_of = (np.cumsum(target[shuffled], dtype=np.int64) - 1) // (_WINDOW_UPDATES * update_tokens)

@@ -1,4 +1,4 @@
-"""Plans: every sentence once an epoch, found window by window; mixtures of corpora in their shares."""
+"""Updates: every sentence once an epoch, found window by window; mixtures of corpora in their shares."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from deepspeed_nmt import randomness
 from deepspeed_nmt.data.batching import Indices
 from deepspeed_nmt.data.corpora import Corpora, CorpusPart
-from deepspeed_nmt.data.mixture import MixturePlan, Phase, Stream, Weight, next_phase, taken
-from deepspeed_nmt.data.plans import Cursor, EpochPlan, Plan
+from deepspeed_nmt.data.mixture import MixtureOrder, Phase, Stream, Weight, next_phase, taken
 from deepspeed_nmt.data.training import DataOption
+from deepspeed_nmt.data.update_order import Cursor, EpochOrder, UpdateOrder
 from deepspeed_nmt.errors import ConfigError
-from tests.support import LengthsOnly, planned_epoch
+from tests.support import LengthsOnly, epoch_window
 
 ALWAYS = (Weight(value=1.0),)
 
@@ -27,10 +27,10 @@ def lengths(count: int, seed: int = 0, mean: float = 24.0) -> tuple[np.ndarray, 
     return source, target
 
 
-def rows_of(plan: Plan, number: int, cursor: Cursor | None = None) -> Indices:
+def rows_of(order: UpdateOrder, number: int, cursor: Cursor | None = None) -> Indices:
     """Return the rows of an update."""
-    place = plan.place(cursor or Cursor(0, number - 1), number)
-    window = plan.window(place.window)
+    place = order.place(cursor or Cursor(0, number - 1), number)
+    window = order.window(place.window)
     rows: Indices = window.rows[window[place.index]]
     return rows
 
@@ -58,8 +58,8 @@ def test_permutation_and_plan_are_pinned() -> None:
     """A change of these values changes every resumed run. It must be deliberate."""
     assert randomness.permuted(np.arange(10), 10, 5, 6).tolist() == PINNED_PERMUTATION
     source = np.arange(2, 42, dtype=np.int32)
-    plan = planned_epoch(source, source[::-1].copy(), 100, seed=3, epoch=2)
-    assert plan.rows[plan[0]].tolist() == PINNED_FIRST and plan.bounds.tolist() == PINNED_BOUNDS
+    order = epoch_window(source, source[::-1].copy(), 100, seed=3, epoch=2)
+    assert order.rows[order[0]].tolist() == PINNED_FIRST and order.bounds.tolist() == PINNED_BOUNDS
 
 
 PINNED_PERMUTATION = [4, 9, 7, 8, 1, 6, 3, 5, 2, 0]
@@ -71,47 +71,47 @@ PINNED_BOUNDS = [0, 2, 6, 10, 13, 25, 28, 31, 34, 40]
 def test_every_sentence_is_in_one_update_of_an_epoch(count: int, update_tokens: int) -> None:
     source, target = lengths(count)
     for epoch in (0, 5):
-        plan = planned_epoch(source, target, update_tokens, epoch=epoch)
-        assert sorted(plan.rows) == list(range(count)) and np.diff(plan.bounds).min() > 0
+        order = epoch_window(source, target, update_tokens, epoch=epoch)
+        assert sorted(order.rows) == list(range(count)) and np.diff(order.bounds).min() > 0
 
 
 @pytest.mark.parametrize("update_tokens", [1000, 8192, 100_000])
 def test_updates_of_an_epoch_have_the_requested_size(update_tokens: int) -> None:
     source, target = lengths(60000)
-    plan = planned_epoch(source, target, update_tokens)
-    sizes = np.add.reduceat(plan.target, plan.bounds[:-1])
+    order = epoch_window(source, target, update_tokens)
+    sizes = np.add.reduceat(order.target, order.bounds[:-1])
     assert abs(sizes.mean() / update_tokens - 1) < 0.03
     assert sizes.min() > 0.8 * update_tokens and sizes.max() < 1.2 * update_tokens
-    means = np.add.reduceat(plan.source, plan.bounds[:-1]) / np.diff(plan.bounds)
+    means = np.add.reduceat(order.source, order.bounds[:-1]) / np.diff(order.bounds)
     if update_tokens > 1000:  # two grains
         assert means.std() < 0.5 * source.std(), "updates mix lengths"
 
 
 def test_epochs_and_seeds_differ() -> None:
     source, target = lengths(2000)
-    first = planned_epoch(source, target, 2048).rows
-    assert not np.array_equal(first, planned_epoch(source, target, 2048, epoch=1).rows)
-    assert not np.array_equal(first, planned_epoch(source, target, 2048, seed=2).rows)
+    first = epoch_window(source, target, 2048).rows
+    assert not np.array_equal(first, epoch_window(source, target, 2048, epoch=1).rows)
+    assert not np.array_equal(first, epoch_window(source, target, 2048, seed=2).rows)
 
 
 def test_segmentations_follow_one_another_with_their_own_lengths() -> None:
     source, target = lengths(500)
     ways = tuple(LengthsOnly(source + k, target + 2 * k) for k in range(3))
-    plan = EpochPlan(Corpora([CorpusPart("train", ways)]), 1, 1000)
+    order = EpochOrder(Corpora([CorpusPart("train", ways)]), 1, 1000)
     for epoch in (0, 1, 2, 3):
         cursor, seen = Cursor(epoch), []
         while cursor.epoch == epoch:
-            seen.append(rows_of(plan, 1, cursor))
-            cursor = plan.after(cursor)
+            seen.append(rows_of(order, 1, cursor))
+            cursor = order.after(cursor)
         rows = np.concatenate(seen)
         assert sorted(rows) == list(range(500 * (epoch % 3), 500 * (epoch % 3) + 500))
-        sides = plan.corpora.lengths(rows)
+        sides = order.corpora.lengths(rows)
         assert np.array_equal(sides[1], target[rows % 500] + 2 * (epoch % 3))
-    assert plan.updates_in(2) > plan.updates_in(0), "longer segmentations make more updates"
+    assert order.updates_in(2) > order.updates_in(0), "longer segmentations make more updates"
 
 
-def mixture(weights: list[tuple[Weight, ...]], temperature: float = 0.0, tokens: int = 2000) -> MixturePlan:
-    """Return a plan over corpora of 4,000, 1,000, 16,000, ... pairs."""
+def mixture(weights: list[tuple[Weight, ...]], temperature: float = 0.0, tokens: int = 2000) -> MixtureOrder:
+    """Return the order of corpora of 4,000, 1,000, 16,000, ... pairs."""
     sizes, means = (4000, 1000, 16000), (24.0, 12.0, 30.0)
     parts = [
         CorpusPart(f"part{i}", (LengthsOnly(*lengths(sizes[i], i, means[i])),), key=i) for i in range(len(weights))
@@ -121,85 +121,85 @@ def mixture(weights: list[tuple[Weight, ...]], temperature: float = 0.0, tokens:
         for part, each in zip(parts, weights, strict=True)
     )
     phase = Phase(first=1, temperature=temperature, streams=streams)
-    return MixturePlan(Corpora(parts), 1, tokens, phase, 10_000)
+    return MixtureOrder(Corpora(parts), 1, tokens, phase, 10_000)
 
 
-def shares_of(plan: MixturePlan, numbers: range) -> np.ndarray:
+def shares_of(order: MixtureOrder, numbers: range) -> np.ndarray:
     """Return the shares of the target tokens of some updates that the corpora have."""
-    tokens = np.zeros(len(plan.corpora.parts))
+    tokens = np.zeros(len(order.corpora.parts))
     for number in numbers:
-        rows = rows_of(plan, number)
-        tokens += np.bincount(plan.corpora.part_of(rows), plan.corpora.lengths(rows)[1], minlength=len(tokens))
+        rows = rows_of(order, number)
+        tokens += np.bincount(order.corpora.part_of(rows), order.corpora.lengths(rows)[1], minlength=len(tokens))
     return tokens / tokens.sum()
 
 
 def test_shares_hold_within_a_percent_and_updates_have_the_requested_size() -> None:
-    plan = mixture([(Weight(value=4.0),), (Weight(value=1.0),), (Weight(value=3.0),)])
-    size = plan.shares.window_updates(plan.shares.segments[0])
-    windows = [plan.window((0, number)) for number in range(1000 // size + 1)]
+    order = mixture([(Weight(value=4.0),), (Weight(value=1.0),), (Weight(value=3.0),)])
+    size = order.shares.window_updates(order.shares.segments[0])
+    windows = [order.window((0, number)) for number in range(1000 // size + 1)]
     tokens = np.zeros(3)
     for window in windows:
         sizes = np.add.reduceat(window.target, window.bounds[:-1])
         assert len(window) == size and sizes.min() > 0.8 * 2000 and sizes.max() < 1.2 * 2000
-        tokens += np.bincount(plan.corpora.part_of(window.rows), window.target, minlength=3)
+        tokens += np.bincount(order.corpora.part_of(window.rows), window.target, minlength=3)
     assert np.abs(tokens / tokens.sum() - np.array([0.5, 0.125, 0.375])).max() < 0.005
-    inside = shares_of(plan, range(300, 480, 3))
+    inside = shares_of(order, range(300, 480, 3))
     assert np.abs(inside - np.array([0.5, 0.125, 0.375])).max() < 0.02, "shares hold within windows, too"
 
 
 def test_a_corpus_that_runs_out_starts_again_reshuffled() -> None:
-    plan = mixture([ALWAYS, ALWAYS])
+    order = mixture([ALWAYS, ALWAYS])
     seen = [np.empty(0, dtype=np.int64)]
-    size = plan.shares.window_updates(plan.shares.segments[0])
+    size = order.shares.window_updates(order.shares.segments[0])
     for number in range(50):
-        window = plan.window((0, number))
-        small = window.rows[plan.corpora.part_of(window.rows) == 1] - 4000
+        window = order.window((0, number))
+        small = window.rows[order.corpora.part_of(window.rows) == 1] - 4000
         seen.append(small)
         assert np.bincount(small).max() <= 2, "copies of a sentence are in different windows"
     taken_of_small = np.concatenate(seen)
-    epochs = plan.epochs(Cursor(), 50 * size + 1)
+    epochs = order.epochs(Cursor(), 50 * size + 1)
     assert epochs[1] == pytest.approx(len(taken_of_small) / 1000)
     counts = np.bincount(taken_of_small, minlength=1000)
     assert set(counts) == {int(epochs[1]), int(epochs[1]) + 1}, "each pair once an epoch"
 
 
 def test_weights_follow_a_schedule() -> None:
-    plan = mixture([(Weight(value=1.0, last=300),), (Weight(value=1.0, first=201),)])
-    assert shares_of(plan, range(190, 201)).tolist() == [1.0, 0.0]
-    assert shares_of(plan, range(201, 301, 4))[0] == pytest.approx(0.5, abs=0.05)
-    assert shares_of(plan, range(301, 310)).tolist() == [0.0, 1.0]
-    straight = plan.shares.positions(250)
-    assert straight[1] == pytest.approx(0.5 * 2000 * 49 / plan.shares.phase.streams[1].mean, abs=1)
+    order = mixture([(Weight(value=1.0, last=300),), (Weight(value=1.0, first=201),)])
+    assert shares_of(order, range(190, 201)).tolist() == [1.0, 0.0]
+    assert shares_of(order, range(201, 301, 4))[0] == pytest.approx(0.5, abs=0.05)
+    assert shares_of(order, range(301, 310)).tolist() == [0.0, 1.0]
+    straight = order.shares.positions(250)
+    assert straight[1] == pytest.approx(0.5 * 2000 * 49 / order.shares.phase.streams[1].mean, abs=1)
 
 
 def test_temperature_flattens_sizes() -> None:
     sizes = np.array([each.tokens for each in mixture([ALWAYS, ALWAYS]).shares.phase.streams])
     for temperature in (1.0, 5.0):
-        plan = mixture([ALWAYS, ALWAYS], temperature)
+        order = mixture([ALWAYS, ALWAYS], temperature)
         flat = sizes ** (1 / temperature)
-        assert plan.shares.segments[0].shares == pytest.approx(flat / flat.sum())
+        assert order.shares.segments[0].shares == pytest.approx(flat / flat.sum())
 
 
 def test_an_update_is_a_function_of_its_number() -> None:
-    plan, other = mixture([ALWAYS, ALWAYS]), mixture([ALWAYS, ALWAYS])
+    order, other = mixture([ALWAYS, ALWAYS]), mixture([ALWAYS, ALWAYS])
     for number in (700, 3, 257, 256):
-        assert np.array_equal(rows_of(plan, number), rows_of(other, number, Cursor(3, 1)))
+        assert np.array_equal(rows_of(order, number), rows_of(other, number, Cursor(3, 1)))
 
 
 def test_a_changed_mixture_goes_on_where_its_corpora_were() -> None:
-    plan = mixture([ALWAYS, ALWAYS])
-    phase = plan.shares.phase
+    order = mixture([ALWAYS, ALWAYS])
+    phase = order.shares.phase
     assert next_phase([phase], phase.model_copy(update={"first": 500}), {}) == (phase,), "the same mixture goes on"
     before = taken(phase, 500, 2000)
-    assert list(before.values()) == plan.shares.positions(500)
+    assert list(before.values()) == order.shares.positions(500)
     heavier = phase.model_copy(
         update={"first": 500, "streams": (phase.streams[1].model_copy(update={"weights": (Weight(value=2.0),)}),)}
     )
     phases = next_phase([phase], heavier, before)
-    assert phases[1].streams[0].start == plan.shares.positions(500)[1]
-    assert phases[1].absent[0].corpus == "part0" and phases[1].absent[0].start == plan.shares.positions(500)[0]
+    assert phases[1].streams[0].start == order.shares.positions(500)[1]
+    assert phases[1].absent[0].corpus == "part0" and phases[1].absent[0].start == order.shares.positions(500)[0]
     back = next_phase(phases, phase.model_copy(update={"first": 600}), taken(phases[1], 600, 2000))
-    assert back[2].streams[0].start == plan.shares.positions(500)[0], "a corpus that was left out goes on, too"
+    assert back[2].streams[0].start == order.shares.positions(500)[0], "a corpus that was left out goes on, too"
     assert back[2].streams[1].start > phases[1].streams[0].start
 
 
@@ -268,6 +268,6 @@ def test_every_update_of_a_mixture_has_a_sentence() -> None:
         for part, weight in zip(parts, weights, strict=True)
     )
     least = int(5 * max(stream.mean for stream in streams)) + 1
-    plan = MixturePlan(Corpora(parts), 1, least, Phase(first=1, temperature=0.0, streams=streams), 1000)
+    order = MixtureOrder(Corpora(parts), 1, least, Phase(first=1, temperature=0.0, streams=streams), 1000)
     for number in range(1, 1000):
-        assert len(rows_of(plan, number))
+        assert len(rows_of(order, number))

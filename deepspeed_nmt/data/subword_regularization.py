@@ -33,7 +33,7 @@ Word = tuple[int, ...]
 """A word as the vocabulary segments it."""
 
 
-class Sampler(ABC, Generic[W]):
+class SegmentationSampler(ABC, Generic[W]):
     """A sampler of segmentations.
 
     Args:
@@ -89,7 +89,7 @@ class Sampler(ABC, Generic[W]):
         """Draw a segmentation of a word, of which ``known`` is remembered."""
 
 
-class BpeSampler(Sampler[tuple[tuple[float, ...], tuple[int, ...]]]):
+class BpeSampler(SegmentationSampler[tuple[tuple[float, ...], tuple[int, ...]]]):
     """BPE-Dropout (Provilkov, Emelianenko and Voita 2020): at each step every possible merge is skipped at random.
 
     Args:
@@ -151,7 +151,7 @@ def _merged(parts: tuple[str, ...], place: int) -> tuple[str, ...]:
     return (*parts[:place], parts[place] + parts[place + 1], *parts[place + 2 :])
 
 
-class UnigramSampler(Sampler[tuple[list[float], list[Word]]]):
+class UnigramSampler(SegmentationSampler[tuple[list[float], list[Word]]]):
     """Subword regularization (Kudo 2018): a segmentation of each word is drawn from its best ones.
 
     Args:
@@ -184,7 +184,7 @@ class UnigramSampler(Sampler[tuple[list[float], list[Word]]]):
         return lists[min(bisect_right(sums, random.random() * sums[-1]), len(lists) - 1)]
 
 
-def sampler_of(model: bytes, processor: Any, alpha: float) -> Sampler[Any]:
+def sampler_of(model: bytes, processor: Any, alpha: float) -> SegmentationSampler[Any]:
     """Return a sampler of a SentencePiece model.
 
     Args:

@@ -1,0 +1,98 @@
+"""Batches of a run: which sentences make which update, and the layout of its micro-batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from deepspeed_nmt.config import RunConfig
+from deepspeed_nmt.console import logger
+from deepspeed_nmt.data.batching import BatchConfig
+from deepspeed_nmt.data.corpora import Corpora
+from deepspeed_nmt.data.largest import check_lengths
+from deepspeed_nmt.data.loader import epoch_order
+from deepspeed_nmt.data.mixture import MixtureOrder
+from deepspeed_nmt.data.training import TrainingData
+from deepspeed_nmt.data.update_order import UpdateOrder
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.kernels.backends import Capability
+from deepspeed_nmt.kernels.precision import Precision, has_flash_attention
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.planning.layouts import estimates, prefers_padded
+from deepspeed_nmt.train.progress import Progress
+
+_COMPARED_UPDATES = 12
+"""Updates that are divided to compare layouts, so that a start takes no longer than a second or two for it."""
+
+
+def update_order_of(
+    corpora: Corpora, config: RunConfig, data: TrainingData, progress: Progress | None = None
+) -> UpdateOrder:
+    """Return which sentences make which update of a run.
+
+    Args:
+        corpora: the training text of ``data``.
+        config: settings of the run.
+        data: data to train on.
+        progress: of the run, with the phases of its mixtures; None at its start.
+
+    Raises:
+        ConfigError: if some updates have no corpus, or updates are smaller than sentences.
+    """
+    phases = () if progress is None else progress.phases
+    if not phases and not data.is_mixture:
+        return epoch_order(corpora, config.batch, config.training.seed)
+    phase = phases[-1] if phases else data.phase(corpora, config.mixture, 1)
+    training = config.training
+    return MixtureOrder(corpora, training.seed, config.batch.update_tokens, phase, training.max_updates)
+
+
+def layout_on(config: RunConfig, precision: Precision, capability: Capability | None) -> Literal["padded", "packed"]:
+    """Return the layout of batches on a device.
+
+    "auto" is packed where attention within packed sentences has a fast kernel: on a GPU from sm_80 up in 16 bit,
+    without dropout of attention weights.
+
+    Args:
+        config: settings of the user.
+        precision: that the model is trained in.
+        capability: CUDA's compute capability; None for a CPU.
+
+    Raises:
+        ConfigError: if the layout is packed, but the model cannot be trained in it.
+    """
+    model, layout = config.model, config.batch.layout
+    if layout == "packed" and not model.packed:
+        raise ConfigError(
+            f"batch.layout must be padded for model.name={model.name}, which has one sentence in a row, but is "
+            "packed; set batch.layout=auto"
+        )
+    if layout == "auto":
+        fast = has_packed_kernel(precision, capability)
+        drops_weights = getattr(model, "attention_dropout", 0.0) > 0.0
+        layout = "packed" if fast and model.packed and not drops_weights else "padded"
+    return layout
+
+
+def has_packed_kernel(precision: Precision, capability: Capability | None) -> bool:
+    """Return True if attention within packed sentences has a fast kernel on a device; arguments as in `layout_on`."""
+    return precision != "fp32" and has_flash_attention(capability)
+
+
+def with_less_padding(batch: BatchConfig, order: UpdateOrder, world: World) -> BatchConfig:
+    """Return sizes of batches with the packed layout, or the padded one where that has clearly less padding.
+
+    Raises:
+        ConfigError: if a sentence does not fit into a micro-batch.
+    """
+    longest = check_lengths(order.corpora, batch)
+    padded, packed = estimates(order.sample(), longest, batch, world.data_ranks, updates_sampled=_COMPARED_UPDATES)
+    if not prefers_padded(padded, packed):
+        return batch
+    if world.is_main:
+        logger.info(
+            "batch.layout=auto is padded: with these lengths %.1f%% of packed positions would be empty, and %.1f%% "
+            "of padded ones are; batch.layout=packed packs all the same",
+            100.0 * packed.padding,
+            100.0 * padded.padding,
+        )
+    return batch.model_copy(update={"layout": "padded"})

@@ -1,0 +1,55 @@
+"""Small models and their inputs, which tests of several modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_nmt.core.batch import Batch
+from deepspeed_nmt.core.model import TranslationModel
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
+from tests.support import batch_of
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+def two_pairs(update: int = 1) -> Batch:
+    """Return a batch of two sentence pairs of unequal lengths, of a vocabulary of at least 23 tokens."""
+    source = torch.tensor([[7, 8, 9, 10, 11, 2], [12, 13, 14, 2, 0, 0]])
+    output = torch.tensor([[17, 18, 19, 2], [22, 2, 0, 0]])
+    inputs = torch.tensor([[1, 17, 18, 19], [1, 22, 0, 0]])
+    return batch_of(source, inputs, output, ids=[30, 4], seed=5, update=update)
+
+
+def sharpened(model: TranslationModel, factor: float = 4.0, end: float = 0.0) -> TranslationModel:
+    """Return a random model whose predictions are far from uniform, and whose sentences end early and late."""
+    with torch.no_grad():
+        model.projection.weight.mul_(factor)
+    bias_V = torch.zeros(model.vocab_size)
+    bias_V[EOS] = end
+    model.projection.bias = torch.nn.Parameter(bias_V)
+    return model.eval()
+
+
+def sharp_transformer(seed: int = 1, vocab_size: int = 24, factor: float = 4.0, **settings: Any) -> TranslationModel:
+    """Return a small random Transformer whose predictions are far from uniform."""
+    torch.manual_seed(seed)
+    shape = {"dim": 32, "ffn_dim": 48, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, **settings}
+    config = TransformerConfig.model_validate({**shape, "share_embeddings": "none", "dropout": 0.3})
+    return sharpened(build_transformer(config, Vocabulary(vocab_size)), factor)
+
+
+def random_sources(lengths: Sequence[int], vocab_size: int = 24, seed: int = 1, least: int = 4) -> list[list[int]]:
+    """Return random sentences of given lengths with EOS, of tokens from ``least`` up."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[*torch.randint(least, vocab_size, (n - 1,), generator=generator).tolist(), EOS] for n in lengths]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Collate sentences, padded on the right. Shape: -> (B,S)"""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])

@@ -1,0 +1,84 @@
+"""Memory of the host, and the check that a model fits into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_nmt.build import build_meta_model
+from deepspeed_nmt.config import load_config
+from deepspeed_nmt.core.vocabulary import Vocabulary
+from deepspeed_nmt.engine.settings import EngineSettings
+from deepspeed_nmt.errors import ConfigError
+from deepspeed_nmt.parallel.host_memory import UNKNOWN, HostMemory, available_bytes, host_memory
+from deepspeed_nmt.parallel.world import World
+from deepspeed_nmt.run import resolve
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+
+
+def test_available_memory_is_the_least_that_the_system_and_control_groups_leave(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) == (UNKNOWN, UNKNOWN, False)
+    files = {
+        "proc/meminfo": "MemTotal: 900 kB\nMemAvailable:  800 kB\n",
+        "proc/self/cgroup": "1:name=systemd:/x\n0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "1\n",
+        "sys/fs/cgroup/job/memory.max": "700000\n",
+        "sys/fs/cgroup/job/memory.current": "500000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 5\ninactive_file 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_memory(tmp_path) == (700_000, 300_000, True), "the cache of files can be taken back"
+    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max\n")
+    assert host_memory(tmp_path) == (900 << 10, 800 << 10, False)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,memory:/job\n")
+    group = tmp_path / "sys/fs/cgroup/memory/job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("900000\n")
+    (group / "memory.usage_in_bytes").write_text("890000\n")
+    assert host_memory(tmp_path) == (900_000, 10_000, True)
+    assert 0 < available_bytes() <= host_memory().total
+
+
+def test_the_ranks_of_a_host_must_hold_their_models(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = ["model.dim=2048", "model.ffn_dim=8192", "model.encoder_layers=12", "model.decoder_layers=12"]
+    model = build_meta_model(load_config(settings=large), Vocabulary(1000))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for name, value in {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+
+    bf16, fp32 = (EngineSettings(precision, 1.0) for precision in ("bf16", "fp32"))  # type: ignore[arg-type]
+
+    def refused(needed: int, world: World, engine: EngineSettings) -> None:
+        """Check that a model is refused where there is less than it needs, and not where there is as much."""
+        for total in (needed, needed - 1):
+            caplog.clear()
+            monkeypatch.setattr(resolve, "host_memory", lambda size=total: HostMemory(size, size, is_limited=True))
+            if total == needed:
+                resolve.check_size(model, engine, world)
+            else:
+                with pytest.raises(ConfigError, match=r"memory of .* \(limit of the job or container\), but its "):
+                    resolve.check_size(model, engine, world)
+            assert not caplog.text
+
+    # On GPUs each rank builds the model in fp32 before it moves it there.
+    refused(4 * count, World(0, 1, 0, GPU), bf16)
+    refused(8 * 4 * count, World(3, 16, 3, GPU), bf16)
+    # Offloaded state stays: 16 bytes for each parameter, divided over all ranks.
+    refused(8 * (4 * count + 16 * count // 16), World(3, 16, 3, GPU), EngineSettings("bf16", 1.0, offload))
+    # On CPUs weights, gradients and moments stay, and the copy for validation.
+    refused((4 + 4 + 8 + 4) * count, World(0, 1, 0, CPU), fp32)
+    refused(8 * (4 + 4 + 8 + 4) * count, World(3, 16, 3, CPU), fp32)
+
+    monkeypatch.setattr(resolve, "host_memory", lambda: HostMemory(64 * GIB, 4 * count - 1, is_limited=False))
+    resolve.check_size(model, bf16, World(0, 1, 0, GPU))
+    assert "of this host's memory are available, but the model's" in caplog.text
