@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_nmt.errors import ReportedError
+from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
 
 if TYPE_CHECKING:
     from deepspeed_nmt.config import RunConfig
@@ -65,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     with StopRequest() as stop:
         try:
             status = _train(arguments, stop)
-        except ReportedError as reported:  # a stop while ranks wait for one another has status EXIT_STOPPED, too
+        except ReportedError as reported:
             status = reported.status
+            if status == EXIT_STOPPED:  # while the ranks waited for one another
+                stop.agree()
     return stop.hand_over(status)
 
 

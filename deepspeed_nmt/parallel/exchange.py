@@ -37,7 +37,7 @@ class Exchange:
 
         Raises:
             ConfigError: if MASTER_PORT is not a port, or rank 0 cannot listen there.
-            TrainingError: if rank 0 does not listen after ``timeout_s``, or is no store.
+            TrainingError: if rank 0 does not answer within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -46,12 +46,7 @@ class Exchange:
                 raise TrainingError(what)
             time.sleep(0.1)
 
-        try:
-            return cls(place, connect(place, pause, timeout_s))
-        except TrainingError:
-            raise
-        except RuntimeError as error:  # something listens there that is no store
-            raise TrainingError(str(error).splitlines()[0]) from error
+        return cls(place, connect(place, pause, timeout_s))
 
     @property
     def store(self) -> Any:

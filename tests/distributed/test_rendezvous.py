@@ -1,0 +1,79 @@
+"""Rendezvous: ranks start together or stop together, whenever a stop is requested."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
+from deepspeed_nmt.parallel import rendezvous
+from deepspeed_nmt.parallel.launched import RankPlace
+from deepspeed_nmt.parallel.rendezvous import meet
+from tests.support import free_port
+
+
+def never() -> bool:
+    return False
+
+
+def at_once() -> bool:
+    return True
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
+    """A store that no rank hosts, as torchrun's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    yield store
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_comes_after_a_stop_stops_too(first: int) -> None:
+    with pytest.raises(ReportedError):
+        meet(RankPlace(first, 2, first), 5.0, at_once)
+    with pytest.raises(ReportedError) as stopped:
+        meet(RankPlace(1 - first, 2, 1 - first), 5.0, never)
+    assert stopped.value.status == EXIT_STOPPED
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_stop_comes_too_late_once_another_rank_starts() -> None:
+    met = []
+
+    def last_rank_comes() -> bool:
+        met.append(meet(RankPlace(1, 2, 1), 5.0, never))
+        return True
+
+    met.append(meet(RankPlace(0, 2, 0), 5.0, last_rank_comes))
+    met[0].set("from", "rank 1")
+    assert met[1].get("from") == b"rank 1"
+
+
+def test_a_rank_stops_if_rank_0_stops_while_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr(rendezvous, "_listens", lambda address, port: True)
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    with pytest.raises(ReportedError):
+        meet(RankPlace(1, 2, 1), 600.0, at_once)
+
+
+def test_a_rank_that_rank_0_leaves_waits_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    stores = [rendezvous.connect(RankPlace(0, 2, 0), pytest.fail, 5.0)]
+
+    def rank_0_leaves() -> bool:
+        stores.clear()
+        return not stores and time.monotonic() > began + 0.5
+
+    began = time.monotonic()
+    with pytest.raises(ReportedError):
+        meet(RankPlace(1, 2, 1), 5.0, rank_0_leaves)
