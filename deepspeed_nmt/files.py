@@ -28,6 +28,8 @@ from deepspeed_nmt.errors import DataError
 from deepspeed_nmt.text import text_of
 
 _BLOCK_BYTES = 1 << 20
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that writing has and reading has not."""
 _TEMPORARY_END = r"[0-9a-f]{8}\.tmp"
 _TEMPORARY = re.compile(rf"\..*\.{_TEMPORARY_END}", re.DOTALL)
 """Names of temporary files."""
@@ -334,6 +336,10 @@ def _replacing(path: Path, mode: str, **options: Any) -> Iterator[Any]:
                 copy_permissions(old, descriptor)
             os.fsync(descriptor)
             temporary.replace(path)
+    except OSError as error:
+        if error.errno in _OF_WRITING and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_nmt.commands.translate_options import tag_of
+from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import ConfigError, check_installed
 from deepspeed_nmt.parallel.launched import place
 
@@ -157,6 +158,7 @@ def _kept(arguments: argparse.Namespace, asked: Asked) -> tuple[Path, Certificat
         owner = owner_of(run, exit)  # options that the run excludes are refused before it is exported
         asked.settings(owner), asked.tags(owner), asked.plain(owner)
         kept.check_place(out, run)
+        logger.info("%s is exported for CTranslate2, once; later translations use %s", run, out)
         return export_run(
             ExportRequest(run, kept.EXPORTER, precision, arguments.checkpoint, exit), out, overwrite=True
         )

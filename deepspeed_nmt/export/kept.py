@@ -114,7 +114,6 @@ def ensure(
             certificate = _current(place, run, checkpoint, is_current, warn=True)
             if certificate is None:
                 stamp = stamp_of(run, checkpoint)
-                logger.info("%s is exported for CTranslate2, once; later translations use %s", run, place)
                 certificate = make(place)
                 _write_stamp(place, stamp)
     if not certificate.passed:
@@ -136,7 +135,7 @@ def _current(
         certificate = _read(place)
     except DataError as error:
         if warn:
-            logger.warning("%s: it is exported again", error)
+            logger.warning("%s; the run is exported again", str(error).rpartition("; ")[0])
         return None
     if _recorded_stamp(place) == stamp:
         return certificate

@@ -317,7 +317,7 @@ def _check_same(path: Path, config: RunConfig, data: TrainingData) -> None:
     now = config.flat()
     problems = [
         f"{key} must stay {before.get(key, 'unset')} once {path} has a checkpoint, but is {now.get(key, 'unset')}; "
-        "start a new run instead"
+        "without --recipe, --config and this setting the run keeps its own; for another one, start a new run"
         for key in _changed(before, now)
     ]
     if problems:

@@ -161,6 +161,8 @@ def finish(job: Job, progress: Progress) -> int:
     details = {"score": score, "best_update": progress.best_update, "target_tokens": progress.target_tokens}
     if job.events.begun:  # a run that had ended before has not ended again
         job.events.record("end", update, f"done: {text}", **details)
+    elif update > job.config.training.max_updates:
+        logger.warning("training.max_updates is %d, so that nothing was trained", job.config.training.max_updates)
     return 0
 
 

@@ -6,6 +6,7 @@ import fcntl
 import gzip
 import io
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -201,6 +202,17 @@ def test_a_lock_file_removed_by_its_holder_is_made_again(tmp_path: Path, monkeyp
     monkeypatch.setattr(fcntl, "flock", late)
     with exclusive(tmp_path / "lock", "") as held:
         assert held and len(locked) == 2 and (tmp_path / "lock").exists()
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # fails at another bound, but in the same way
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path / 'file'}'"):
+            atomic_write_text(tmp_path / "file", "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_streams_are_written_to_directly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
