@@ -130,3 +130,12 @@ def test_layers_share_one_additive_mask_in_training_on_a_gpu(monkeypatch: pytest
     kept = len(attention._MADE)
     del masks, mask, given[:]
     assert len(attention._MADE) == kept - 2
+
+
+def test_a_cpu_trains_bf16_attention_in_fp32() -> None:
+    q, k, v = (torch.randn(2, 2, 9, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = Kernels(attention="sdpa").attention(q, k, v)
+    exact = attention.sdpa(q.float(), k.float(), v.float(), None, False, 0.0)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, exact.bfloat16())
+    (gradient,) = torch.autograd.grad(out.float().sum(), v)
+    assert gradient.dtype == torch.bfloat16
