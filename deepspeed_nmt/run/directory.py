@@ -144,12 +144,12 @@ class Run:
         metrics, _ = ValidationConfig().chosen(self.text_form)
         return Scorer(metrics, self.text_form, [self.tokenizer.reference(line) for line in references])
 
-    def checkpoint(self, which: str, option: str = "--checkpoint") -> Checkpoint:
+    def checkpoint(self, which: str, option: str = "") -> Checkpoint:
         """Open a checkpoint of the run (best, last, average, a name, or a path).
 
         Args:
             which: its name or path.
-            option: option by which the user named it, for messages.
+            option: option by which the user named it, for messages; "" for that of most commands and of the API.
 
         Raises:
             CheckpointError: if there is none, or it is damaged, or of another run.

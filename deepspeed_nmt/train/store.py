@@ -19,6 +19,7 @@ from deepspeed_nmt.directories import remove_directory, restore_directories, sta
 from deepspeed_nmt.engine.base import EngineScalars, ParameterState
 from deepspeed_nmt.engine.checkpoint_size import SHARD_BYTES
 from deepspeed_nmt.errors import CheckpointError
+from deepspeed_nmt.errors import option as option_named
 from deepspeed_nmt.files import atomic_write_text
 from deepspeed_nmt.manifest import FileRecord
 from deepspeed_nmt.train.checkpoint import RUN_FILE, Checkpoint, CheckpointManifest, RunRecord, write_state
@@ -142,17 +143,18 @@ class CheckpointStore:
             )
         return None
 
-    def open(self, which: str, option: str = "--checkpoint", verify: bool = True) -> Checkpoint:
+    def open(self, which: str, option: str = "", verify: bool = True) -> Checkpoint:
         """Open the checkpoint called ``best``, ``last``, ``average``, or found at a path.
 
         Args:
             which: its name or path.
-            option: option by which the user named it, for messages.
+            option: option by which the user named it, for messages; "" for that of most commands and of the API.
             verify: True to verify the hashes of its files; ``last`` is always verified.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
         """
+        option = option or option_named("checkpoint")
         if which == "last":
             newest = self.newest()
             if newest is None:

@@ -204,7 +204,7 @@ def test_an_average_is_the_mean_and_cannot_be_resumed(store: CheckpointStore) ->
         ("last", "must hold a checkpoint, but is empty; train first"),
         ("best", "must hold a checkpoint, but is empty; train first"),
         ("average", "has no average; make one"),
-        ("nowhere", "--checkpoint must be best, last, average or the path of a checkpoint, but there is no"),
+        ("nowhere", "`checkpoint` must be best, last, average or the path of a checkpoint, but there is no"),
     ],
 )
 def test_a_missing_checkpoint_is_named(store: CheckpointStore, which: str, message: str) -> None:
@@ -222,7 +222,7 @@ def test_the_error_of_a_damaged_best_checkpoint_names_a_remedy(store: Checkpoint
     save(store, 1)
     save(store, 2, best=2)
     damage(store, 2)
-    with pytest.raises(CheckpointError, match=r"is damaged; use --checkpoint last, .* or start `train` again"):
+    with pytest.raises(CheckpointError, match=r"is damaged; use `checkpoint` last, .* or start `train` again"):
         store.open("best")
 
 
