@@ -3,6 +3,7 @@
 torch multiplies fp32 matrices by its BLAS, which is MKL in the usual builds. On some CPUs, those of AMD among them,
 oneDNN takes half the time for the same products. A short timed trial decides, once for each process. All products are
 then of one library, however small, so that rounding does not depend on how an update is divided into micro-batches.
+Products in bf16 are oneDNN's on every CPU for which it has them.
 
 Legend: N rows, D input width, E output width.
 """
@@ -28,6 +29,8 @@ Library = Literal["blas", "onednn"]
 
 _FASTER = 1.25
 """oneDNN must be so many times as fast in the trial: two trials on one machine then choose alike."""
+_LEAST_STEP, _STEPS_BITS = 32, 4
+"""Numbers of rows are multiples of 32, and have four significant bits: one of eight from 512 to 1,024."""
 _TRIAL_SHAPE, _TRIAL_ROUNDS = (512, 256, 256), 10
 
 
@@ -70,10 +73,34 @@ def library() -> Library:
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
-        and library() == "onednn"
+        and (library() == "onednn" if x.dtype == torch.float32 else x.dtype == torch.bfloat16 and _has_bf16())
     )
+
+
+@cache
+def _has_bf16() -> bool:
+    """Return True if oneDNN multiplies bf16 on this CPU."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+
+
+def _in_few_sizes(x: Tensor) -> Tensor:
+    """Return x as rows; in bf16 with rows of zeros up to one of few numbers of rows.
+
+    oneDNN makes machine code for each size of a product, and micro-batches have hundreds of sizes. In bf16 the
+    products themselves take no longer than that.
+
+    Shape: (..., D) -> (N,D)
+    """
+    rows = x.numel() // x.shape[-1]
+    step = max(_LEAST_STEP, 1 << max(0, rows.bit_length() - _STEPS_BITS))
+    size = -(-rows // step) * step if x.dtype == torch.bfloat16 else rows
+    if size == rows:
+        return x.reshape(rows, x.shape[-1])
+    x_ND = x.new_zeros(size, x.shape[-1])
+    x_ND[:rows] = x.reshape(rows, x.shape[-1])
+    return x_ND
 
 
 def _product(x: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -102,17 +129,19 @@ def _seconds(products: Sequence[Callable[[], object]]) -> list[float]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight_ED)
-        return _product(x, weight_ED, bias_E)
+        x_ND = _in_few_sizes(x)
+        ctx.save_for_backward(x_ND, weight_ED)
+        ctx.shape = x.shape
+        return _product(x_ND, weight_ED, bias_E)[: x.shape[:-1].numel()].view(*x.shape[:-1], len(weight_ED))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_ED = ctx.saved_tensors
+        x_ND, weight_ED = ctx.saved_tensors
         (d_out,) = gradients
-        d_out_NE, x_ND = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+        d_out_NE, rows = _in_few_sizes(d_out), ctx.shape[:-1].numel()
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            product(d_out_NE, weight_ED).view(x.shape) if of_x else None,
+            product(d_out_NE, weight_ED)[:rows].view(ctx.shape) if of_x else None,
             product(d_out_NE.t(), x_ND) if of_weight else None,
             d_out_NE.sum(0) if of_bias else None,
         )

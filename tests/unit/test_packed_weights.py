@@ -12,6 +12,7 @@ from deepspeed_nmt.core.vocabulary import Vocabulary
 from deepspeed_nmt.errors import ConfigError
 from deepspeed_nmt.kernels import packed, products
 from deepspeed_nmt.kernels.packed import PackedWeight
+from deepspeed_nmt.kernels.precision import DTYPES
 from deepspeed_nmt.methods.transformer import TransformerConfig, build_transformer
 from deepspeed_nmt.nn.decoding import DecoderStep
 from deepspeed_nmt.nn.linear import pack_weights
@@ -30,13 +31,18 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12)])
+@pytest.mark.parametrize("shape", [(7, 12), (2, 5, 12), (3, 11, 12)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("onednn")
-def test_products_by_onednn_have_the_results_and_gradients_of_blas(shape: tuple[int, ...], bias: bool) -> None:
+def test_products_by_onednn_have_the_results_and_gradients_of_blas(
+    shape: tuple[int, ...], precision: str, bias: bool
+) -> None:
+    if reason := packed.obstacle(precision):
+        pytest.skip(reason)
     torch.manual_seed(1)
     leaves = [torch.randn(shape), torch.randn(9, 12), *([torch.randn(9)] if bias else [])]
-    leaves = [x.requires_grad_() for x in leaves]
-    upstream = torch.randn(*shape[:-1], 9)
+    leaves = [x.to(DTYPES[precision]).requires_grad_() for x in leaves]
+    upstream = torch.randn(*shape[:-1], 9, dtype=DTYPES[precision])
     found, expected = products.linear(*leaves), F.linear(*leaves)
     assert found.grad_fn is not None and "Linear" in found.grad_fn.name() and found.grad_fn.name() != "AddmmBackward0"
     torch.testing.assert_close(found, expected)
