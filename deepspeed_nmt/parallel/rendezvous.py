@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,8 @@ _FIRST_REPORT_S, _REPORT_EVERY_S = 10.0, 60.0
 """Seconds of waiting before the missing ranks are logged for the first time, and between later times."""
 _ANSWER_S = 5.0
 """Seconds that rank 0's store has to answer a new connection before the next attempt."""
+_ATTEMPT_S = 30.0
+"""Seconds after which a connection that neither fails nor answers is tried anew."""
 _LEAVE_S = 5.0
 """Seconds that rank 0 waits, when all stop, until the ranks that have registered know it."""
 _START, _STOP = b"start", b"stop"
@@ -131,19 +135,39 @@ def connect(place: RankPlace, pause: Callable[[str], None], timeout_s: float) ->
                 f"MASTER_PORT must be free on the first host, but rank 0 cannot listen on {port} "
                 f"({str(error).splitlines()[0]}); choose another"
             ) from error
-    brief = timedelta(seconds=min(timeout_s, _ANSWER_S))
     while True:
         if not _listens(address, port):
             pause(f"for rank 0 at {address}:{port}")
-            continue
-        try:
-            # Rank 0 may stop at any moment, and torch would try to reach its store for all of the timeout.
-            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=brief)  # type: ignore[attr-defined]
-        except RuntimeError:
-            pause(f"for rank 0 at {address}:{port}, where it does not answer")
-        else:
+        elif (store := _connected(address, port, pause, min(timeout_s, _ANSWER_S))) is not None:
             store.set_timeout(timeout)
             return store
+
+
+def _connected(address: str, port: int, pause: Callable[[str], None], answer_s: float) -> Any:
+    """Return the store at an address, or None if it does not answer.
+
+    In another thread, because torch waits without end for a service that says nothing, and so that this thread
+    notices signals.
+    """
+    attempt, given_up_at = Future[Any](), time.monotonic() + _ATTEMPT_S
+
+    def connect() -> None:
+        try:
+            # Rank 0 may stop at any moment, and torch tries to reach a store for all of this time.
+            limit = timedelta(seconds=answer_s)
+            attempt.set_result(dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            attempt.set_exception(error)
+
+    threading.Thread(target=connect, name="rendezvous", daemon=True).start()
+    while time.monotonic() < given_up_at:
+        try:
+            return attempt.result(timeout=0.05)
+        except (RuntimeError, TimeoutError):
+            pause(f"for rank 0 at {address}:{port}, which does not answer")
+        if attempt.done() and attempt.exception() is not None:
+            break
+    return None
 
 
 def _hosts_store(place: RankPlace) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
-from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError
+from deepspeed_nmt.errors import EXIT_STOPPED, ReportedError, TrainingError
 from deepspeed_nmt.parallel import rendezvous
 from deepspeed_nmt.parallel.launched import RankPlace
 from deepspeed_nmt.parallel.rendezvous import meet
@@ -77,3 +78,17 @@ def test_a_rank_that_rank_0_leaves_waits_for_the_next_one(monkeypatch: pytest.Mo
     began = time.monotonic()
     with pytest.raises(ReportedError):
         meet(RankPlace(1, 2, 1), 5.0, rank_0_leaves)
+
+
+def test_a_port_of_a_program_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        with pytest.raises(
+            TrainingError, match=r"rank 1 still waits for rank 0 at 127.0.0.1:\d+, which does not answer"
+        ):
+            meet(RankPlace(1, 2, 1), 0.5, never)
+        with pytest.raises(ReportedError):
+            meet(RankPlace(1, 2, 1), 600.0, at_once)
