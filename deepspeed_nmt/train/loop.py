@@ -7,7 +7,7 @@ from dataclasses import replace
 from deepspeed_nmt.console import logger
 from deepspeed_nmt.errors import TrainingError, counted
 from deepspeed_nmt.parallel.agreement import fail_together
-from deepspeed_nmt.parallel.collectives import any_rank
+from deepspeed_nmt.parallel.collectives import any_rank, gather_lists
 from deepspeed_nmt.parallel.world import World
 from deepspeed_nmt.train.choosing import apply_late_results, record_best, update_best, with_pending_score
 from deepspeed_nmt.train.progress import Progress
@@ -81,7 +81,7 @@ def _stop_requested(stop: StopRequest, world: World) -> bool:
     """Return True on all ranks if a stop is requested on any rank."""
     requested = any_rank(bool(stop), world)
     if requested:  # a later request may have reached some ranks only
-        stop.agree()
+        stop.agree(next(filter(None, gather_lists([stop.signal_name], world)), ""))
     return requested
 
 

@@ -58,12 +58,16 @@ class StopRequest:
             self.signal_name = other
         return bool(self.signal_name)
 
-    def agree(self) -> None:
-        """Record that all ranks stop now, by this rank's request or another's."""
+    def agree(self, by: str = "") -> None:
+        """Record that all ranks stop now, by this rank's request or another's.
+
+        Args:
+            by: source of the other rank's request, if it is known.
+        """
         self.agreed = True
         if not self:
             # A preemption signals one rank after another; this rank's own signal, if still to come, is no second one.
-            self.signal_name, self._since = "a request to another rank", time.monotonic()
+            self.signal_name, self._since = by or "a request to another rank", time.monotonic()
 
     def hand_over(self, status: int) -> int:
         """Write the status of training that ended as it should to STATUS_FILE, if there is one.

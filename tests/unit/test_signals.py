@@ -96,6 +96,9 @@ def test_a_request_to_one_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(loop, "any_rank", lambda value, world: True)
     assert loop._stop_requested(stop, ALONE)
     assert stop and stop.agreed and stop.signal_name == "a request to another rank"
+    stop = StopRequest()
+    monkeypatch.setattr(loop, "gather_lists", lambda items, world: ["", "SIGUSR1"])
+    assert loop._stop_requested(stop, ALONE) and stop.signal_name == "SIGUSR1"
 
 
 def test_a_file_requests_a_stop_on_which_all_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
